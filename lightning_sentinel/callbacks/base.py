@@ -1,0 +1,59 @@
+"""What all callbacks of the suite have in common."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from lightning.pytorch import Callback, Trainer
+
+from ..context import RunContext, context_of
+from ..detectors.base import Detector
+from ..incidents import Finding
+from ..record import StepRecord
+
+C = TypeVar("C", bound=Callback)
+
+
+def find_callback(trainer: Trainer, kind: type[C]) -> C | None:
+    """The Trainer's first callback of this type, or None."""
+    return next((c for c in trainer.callbacks if isinstance(c, kind)), None)  # type: ignore[attr-defined]
+
+
+class SentinelCallback(Callback):
+    """Base of the suite's callbacks. ``rewinds`` says whether a rollback takes the callback's state back with it."""
+
+    rewinds = True
+
+    @property
+    def state_key(self) -> str:
+        return f"lightning_sentinel.{type(self).__qualname__}"
+
+    @staticmethod
+    def context(trainer: Trainer) -> RunContext:
+        return context_of(trainer)
+
+
+class DetectorCallback(SentinelCallback):
+    """A callback around one pure detector. ``RankTelemetry`` calls :meth:`observe` at the gate."""
+
+    detector: Detector
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        from .rank_telemetry import RankTelemetry
+
+        if stage == "fit" and find_callback(trainer, RankTelemetry) is None:
+            raise ValueError(
+                f"{type(self).__name__} needs RankTelemetry, which gathers the record that it judges; the Trainer has"
+                " none. Add lightning_sentinel.RankTelemetry() to the Trainer's callbacks, or use"
+                " lightning_sentinel.default_callbacks()."
+            )
+
+    def observe(self, record: StepRecord) -> list[Finding]:
+        """Findings on one record, the same on every rank."""
+        return self.detector.observe(record)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.detector.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.detector.load_state_dict(state_dict)

@@ -1,0 +1,109 @@
+"""What the suite's callbacks share during one fit: the journal, the attempt, the token count, the current step.
+
+One :class:`RunContext` hangs on each Trainer. A callback asks for it with :func:`context_of` and never keeps another
+callback's state itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from .incidents import Incident
+    from .record import StepRecord
+    from .state.snapshot import Snapshot
+    from .triage.window import StepWindow
+
+log = logging.getLogger("lightning_sentinel")
+
+
+class EventSink(Protocol):
+    """Where events go. :class:`lightning_sentinel.journal.Journal` is the real one."""
+
+    def write(self, event: str, *, step: int, attempt: int, tokens: int, **fields: Any) -> None: ...
+
+    def flush(self) -> None: ...
+
+
+class LogSink:
+    """Stands in for the journal when there is no ``RunJournal``: events go to the ``lightning_sentinel`` logger."""
+
+    def write(self, event: str, *, step: int, attempt: int, tokens: int, **fields: Any) -> None:
+        if event != "step":
+            log.info("%s at step %d (attempt %d): %s", event, step, attempt, fields)
+
+    def flush(self) -> None:
+        return None
+
+
+class RunContext:
+    """Shared facts of one fit.
+
+    Attributes:
+        journal: Where events go.
+        run_dir: The run folder, or None where nothing is written.
+        attempt: Which pass over the steps this is; rises by one with each rollback and never goes back.
+        tokens: Tokens processed on the current path over all ranks; goes back with a rollback.
+        nominal_steps: Optimizer steps attempted on the current path; goes back with a rollback.
+        applied_steps: Of these, the ones that changed the weights; goes back with a rollback.
+        held: True from the gate on while the current step's update is kept out of the weights.
+        record: Record of the current step, from the gate on.
+        window: Micro-batches of the current step with their RNG, if a callback captures them.
+        healthy_window: The newest window whose step was accepted.
+        snapshots: Restore points in host memory, oldest first.
+        incidents: All incidents of this run, oldest first.
+        infra_events: Recent infrastructure events, as the user's launcher reported them.
+        restart_step: Step at which this process resumed, or None.
+        scratch: Extra values by callback name, for what only two of them share.
+    """
+
+    def __init__(self) -> None:
+        self.journal: EventSink = LogSink()
+        self.run_dir: Path | None = None
+        self.attempt = 0
+        self.tokens = 0
+        self.nominal_steps = 0
+        self.applied_steps = 0
+        self.held = False
+        self.record: StepRecord | None = None
+        self.window: StepWindow | None = None
+        self.healthy_window: StepWindow | None = None
+        self.snapshots: deque[Snapshot] = deque()
+        self.incidents: list[Incident] = []
+        self.infra_events: deque[dict[str, Any]] = deque(maxlen=64)
+        self.restart_step: int | None = None
+        self.scratch: dict[str, Any] = {}
+
+    def path_state(self) -> dict[str, int]:
+        """Counters that go back with a rollback."""
+        return {
+            "tokens": self.tokens,
+            "nominal_steps": self.nominal_steps,
+            "applied_steps": self.applied_steps,
+        }
+
+    def load_path_state(self, state: dict[str, int]) -> None:
+        self.tokens = state["tokens"]
+        self.nominal_steps = state["nominal_steps"]
+        self.applied_steps = state["applied_steps"]
+
+    def write(self, trainer: Trainer, event: str, **fields: Any) -> None:
+        """Write one event at the trainer's current step."""
+        self.journal.write(event, step=trainer.global_step, attempt=self.attempt, tokens=self.tokens, **fields)
+
+
+_CONTEXTS: weakref.WeakKeyDictionary[Trainer, RunContext] = weakref.WeakKeyDictionary()
+
+
+def context_of(trainer: Trainer) -> RunContext:
+    """The context of this Trainer, made on first use."""
+    context = _CONTEXTS.get(trainer)
+    if context is None:
+        context = _CONTEXTS[trainer] = RunContext()
+    return context

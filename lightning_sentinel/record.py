@@ -1,0 +1,143 @@
+"""The record of one step: every signal of every rank, the same on every rank after one ``all_gather``.
+
+Example:
+    >>> record = StepRecord.from_losses(step=7, losses=[2.0] * 63 + [40.0])
+    >>> round(record.mean_loss, 3), record.worst_rank
+    (2.594, 63)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+
+# Column order of the gathered matrix. Every entry is one float64 per rank and step.
+SIGNALS: tuple[str, ...] = (
+    "loss_nats",  # token-weighted mean over the step's micro-batches, as the user means it (not divided, not scaled)
+    "supervised_tokens",  # tokens that carry loss; the number of samples where the batch has no tokens
+    "tokens",  # tokens processed in this step
+    "grad_norm",  # total 2-norm before clipping, unscaled
+    "update_norm",  # 2-norm of the last measured parameter update; NaN until the first measurement
+    "nonfinite_loss",  # micro-batches of this step with a non-finite loss
+    "nonfinite_grads",  # 1 where the gradient holds a non-finite value, else 0
+    "loss_scale",  # loss scale in force during the step; 1 without a scaler
+    "step_seconds",  # wall time since the previous gate
+    "data_seconds",  # of which waiting for data
+    "invalid_batch",  # findings of the batch validator on this rank
+    "missing_grads",  # 1 where no parameter received a gradient, else 0
+)
+SIGNAL_INDEX = {name: i for i, name in enumerate(SIGNALS)}
+SOURCE_LOSS, SOURCE_TOKENS = "loss_nats/source:", "supervised_tokens/source:"
+
+
+def source_signals(sources: Sequence[str]) -> tuple[str, ...]:
+    """Names of the extra columns for a mixture's sources: a loss and a token count for each."""
+    return tuple(prefix + name for name in sources for prefix in (SOURCE_LOSS, SOURCE_TOKENS))
+
+
+def weighted_mean(values: FloatArray, weights: FloatArray) -> float:
+    """Mean of ``values`` weighted by ``weights``; zero weights are left out entirely (0 x NaN does not poison it)."""
+    used = weights > 0
+    total = float(weights[used].sum())
+    return float((values[used] * weights[used]).sum() / total) if total > 0 else math.nan
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """All signals of one optimizer step.
+
+    Attributes:
+        step: ``trainer.global_step`` at the gate, i.e. before this step's update (0 for the first one).
+        attempt: Which pass over the steps this is; rises by one with each rollback.
+        tokens: Tokens processed so far over all ranks, this step included.
+        values: Signals by rank, ``[world_size, n_signals]`` float64.
+        signals: Column names, :data:`SIGNALS` first, then two columns for each source of the mixture.
+        learning_rates: Rate of each parameter group, as the optimizer will use it.
+        sample_ids: Ids of this rank's samples in this step; never used for decisions (they differ between ranks).
+        restart_step: Step at which this process resumed, or None.
+    """
+
+    step: int
+    values: FloatArray
+    attempt: int = 0
+    tokens: int = 0
+    signals: tuple[str, ...] = SIGNALS
+    learning_rates: tuple[float, ...] = ()
+    sample_ids: tuple[str, ...] = field(default=(), compare=False)
+    restart_step: int | None = None
+
+    @property
+    def world_size(self) -> int:
+        return int(self.values.shape[0])
+
+    def column(self, name: str) -> FloatArray:
+        """One signal over all ranks, ``[world_size]``."""
+        index = SIGNAL_INDEX.get(name)
+        if index is None:
+            index = self.signals.index(name)
+        return self.values[:, index]
+
+    @property
+    def mean_loss(self) -> float:
+        """Token-weighted mean loss over the ranks in nats; NaN if nothing is supervised."""
+        return weighted_mean(self.column("loss_nats"), self.column("supervised_tokens"))
+
+    @property
+    def worst_rank(self) -> int:
+        """Rank with the largest (or a non-finite) loss."""
+        loss = self.column("loss_nats")
+        return int(np.argmax(np.where(np.isfinite(loss), loss, np.inf)))
+
+    @property
+    def grad_norm(self) -> float:
+        """Largest gradient norm of the ranks (under DDP all are equal after the reduction)."""
+        return float(self.column("grad_norm").max())
+
+    @property
+    def update_norm(self) -> float:
+        """Largest update norm of the ranks; NaN if none has measured one."""
+        norms = self.column("update_norm")
+        return float(np.nanmax(norms)) if np.isfinite(norms).any() else math.nan
+
+    @property
+    def has_nonfinite(self) -> bool:
+        return bool(self.column("nonfinite_loss").any() or self.column("nonfinite_grads").any())
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return tuple(s.removeprefix(SOURCE_LOSS) for s in self.signals if s.startswith(SOURCE_LOSS))
+
+    def source_loss(self, source: str) -> float:
+        """Token-weighted mean loss of one source over the ranks in nats; NaN if it is absent from this step."""
+        return weighted_mean(self.column(SOURCE_LOSS + source), self.column(SOURCE_TOKENS + source))
+
+    @classmethod
+    def from_losses(
+        cls,
+        step: int,
+        losses: Sequence[float],
+        *,
+        supervised_tokens: Sequence[float] | float = 1.0,
+        grad_norm: float = math.nan,
+        update_norm: float = math.nan,
+        attempt: int = 0,
+        tokens: int = 0,
+        restart_step: int | None = None,
+    ) -> StepRecord:
+        """A record from per-rank losses alone, for logs and tests."""
+        values = np.zeros((len(losses), len(SIGNALS)))
+        values[:, SIGNAL_INDEX["loss_nats"]] = losses
+        values[:, SIGNAL_INDEX["supervised_tokens"]] = supervised_tokens
+        values[:, SIGNAL_INDEX["tokens"]] = supervised_tokens
+        values[:, SIGNAL_INDEX["grad_norm"]] = grad_norm
+        values[:, SIGNAL_INDEX["update_norm"]] = update_norm
+        values[:, SIGNAL_INDEX["nonfinite_loss"]] = ~np.isfinite(values[:, SIGNAL_INDEX["loss_nats"]])
+        values[:, SIGNAL_INDEX["nonfinite_grads"]] = np.isinf(grad_norm)
+        values[:, SIGNAL_INDEX["loss_scale"]] = 1.0
+        return cls(step=step, values=values, attempt=attempt, tokens=tokens, restart_step=restart_step)
