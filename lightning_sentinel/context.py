@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
+    from .data.quarantine import QuarantineLedger
     from .incidents import Incident
     from .record import StepRecord
     from .state.snapshot import Snapshot
@@ -57,7 +58,11 @@ class RunContext:
         window: Micro-batches of the current step with their RNG, if a callback captures them.
         healthy_window: The newest window whose step was accepted.
         snapshots: Restore points in host memory, oldest first.
+        history: The newest records on the current path that passed the gate, oldest first; goes back with a rollback.
+        rates: Learning rates of the newest steps, ``(step, planned, actual)``, one rate per parameter group; ``planned``
+            is what the scheduler last set, or None without a scheduler. Goes back with a rollback.
         incidents: All incidents of this run, oldest first.
+        ledger: Who is quarantined, since when and why; None until a callback needs it.
         infra_events: Recent infrastructure events, as the user's launcher reported them.
         restart_step: Step at which this process resumed, or None.
         scratch: Extra values by callback name, for what only two of them share.
@@ -75,7 +80,10 @@ class RunContext:
         self.window: StepWindow | None = None
         self.healthy_window: StepWindow | None = None
         self.snapshots: deque[Snapshot] = deque()
+        self.history: deque[StepRecord] = deque(maxlen=256)
+        self.rates: deque[tuple[int, tuple[float, ...] | None, tuple[float, ...]]] = deque(maxlen=1024)
         self.incidents: list[Incident] = []
+        self.ledger: QuarantineLedger | None = None
         self.infra_events: deque[dict[str, Any]] = deque(maxlen=64)
         self.restart_step: int | None = None
         self.scratch: dict[str, Any] = {}
@@ -92,6 +100,13 @@ class RunContext:
         self.tokens = state["tokens"]
         self.nominal_steps = state["nominal_steps"]
         self.applied_steps = state["applied_steps"]
+
+    def forget_after(self, step: int) -> None:
+        """Drop records and rates of ``step`` and later: they belong to an abandoned path."""
+        while self.history and self.history[-1].step >= step:
+            self.history.pop()
+        while self.rates and self.rates[-1][0] >= step:
+            self.rates.pop()
 
     def write(self, trainer: Trainer, event: str, **fields: Any) -> None:
         """Write one event at the trainer's current step."""
