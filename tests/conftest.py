@@ -1,0 +1,31 @@
+"""Shared by all tests: one torch thread, quiet Lightning, and the few third-party warnings that are not ours to fix."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+# Each of these is raised by Lightning about the tests' own tiny set-up, never about the suite.
+LIGHTNING_NOISE = [
+    "ignore:.*does not have many workers.*",
+    "ignore:.*GPU available but not used.*",
+    "ignore:.*is smaller than the logging interval.*",
+    "ignore:.*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
+    "ignore:Checkpoint directory .* exists and is not empty",
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for noise in LIGHTNING_NOISE:
+            item.add_marker(pytest.mark.filterwarnings(noise), append=False)
+
+
+@pytest.fixture(autouse=True)
+def quiet_lightning() -> None:
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
+        logging.getLogger(name).setLevel(logging.ERROR)
