@@ -1,0 +1,546 @@
+"""The journal: append-only JSON lines, one set of files per rank, and reading them back.
+
+A line is one event, complete in itself::
+
+    {"schema": 1, "time": 1764433513.204118, "rank": 0, "attempt": 0, "step": 120, "tokens": 983040,
+     "event": "incident.opened", "incident": {"number": 1, ...}}
+
+``<run_dir>/journal/rank-00000.jsonl`` is written first; when it has grown to ``max_bytes``, ``rank-00000.0001.jsonl``
+follows, and so on. No file is renamed, shortened or written again, so that a position in a file stays valid for whoever
+follows it.
+
+Design notes:
+
+- ``step`` lines are collected and written together, at least every second; every other event is written before
+  :meth:`Journal.write` returns, and ``action.*`` and ``incident.*`` are on the disk by then (fsync): the journal knows
+  of an action before it happens.
+- JSON has no NaN. Non-finite numbers become the strings ``"nan"``, ``"inf"``, ``"-inf"``; :func:`number` turns them
+  back.
+- Training never fails because of its journal. A folder that is read-only or full gives one warning; what could not be
+  written is counted in :attr:`Journal.failures`, and writing is tried again later.
+- Secrets do not get in: every event except ``step`` (numbers and sample ids) passes through :func:`redact`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import heapq
+import itertools
+import json
+import logging
+import math
+import os
+import re
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+REDACTED = "[redacted]"
+
+log = logging.getLogger("lightning_sentinel")
+
+_HEADER = ("schema", "time", "rank", "attempt", "step", "tokens", "event")
+_FSYNC_EVENTS = ("action.", "incident.")
+_MAX_DEPTH = 32
+
+# --------------------------------------------------------------------------------------------- secrets
+
+_SECRET_WORD = (
+    r"pass(?:word|wd|phrase)|pwd|secret|credentials?|api[_-]?key|access[_-]?key|private[_-]?key|signing[_-]?key"
+)
+_SECRET_KEY = re.compile(
+    rf"(?:^|[_\-.\s]){_SECRET_WORD.join(('(?:', ')'))}(?:$|[_\-.\s])|(?:^|[_\-.])auth(?:orization)?$|^cookies?$",
+    re.IGNORECASE,
+)
+_TOKEN_KEY = re.compile(r"(?:^|[_\-.])(?:access|auth)?token$", re.IGNORECASE)
+# Words of a tokenizer, not secrets: `pad_token: "<pad>"`.
+_TOKENIZER_KEY = re.compile(
+    r"(?:^|[_\-.])(?:pad|eos|bos|unk|mask|sep|cls|start|end|special|image|audio|video|decoder_start)[_\-.]token$",
+    re.IGNORECASE,
+)
+_SECRET_TEXTS: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL), REDACTED),
+    (re.compile(r"(\b[a-z][a-z0-9+.\-]*://)[^\s/@:'\"]*:[^\s/@'\"]+@", re.IGNORECASE), rf"\1{REDACTED}@"),
+    (re.compile(r"\b(bearer|basic)\s+[A-Za-z0-9+/._~\-]{8,}=*", re.IGNORECASE), rf"\1 {REDACTED}"),
+    (re.compile(r"\beyJ[\w\-]{8,}\.[\w\-]{8,}\.[\w\-]*"), REDACTED),
+    (
+        re.compile(
+            r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bgh[pousr]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w\-]{16,}"
+            r"|\bhf_[A-Za-z0-9]{20,}|\bsk-[\w\-]{20,}|\bxox[abeprs]-[\w\-]{10,}|\bAIza[\w\-]{30,}|\bpypi-[\w\-]{20,}"
+        ),
+        REDACTED,
+    ),
+    (
+        re.compile(
+            rf"((?:\b|_)(?:{_SECRET_WORD}|(?:access|auth|refresh|session|api|hf|wandb|github)[_-]?token|token|sig|signature)"
+            r"[\"']?\s*(?:=|:\s?)\s*)(?!\[redacted\])(\"[^\"]*\"|'[^']*'|[^\s,;&'\"\])}]+)",
+            re.IGNORECASE,
+        ),
+        rf"\1{REDACTED}",
+    ),
+)
+
+
+def redact(value: Any) -> Any:
+    """``value`` with everything that looks like a secret replaced; containers are copied, the input is left alone.
+
+    By key (``password``, ``api_key``, ``hf_token``, ...; a tokenizer's ``pad_token`` and counts such as ``max_tokens``
+    stay) and by shape in any text (credentials in URLs, bearer tokens, private keys, well-known key prefixes,
+    ``password=...``).
+
+    Example:
+        >>> redact({"db": "postgres://ann:hunter2@host/x", "api_key": "k-1", "pad_token": "<pad>", "max_tokens": 10})
+        {'db': 'postgres://[redacted]@host/x', 'api_key': '[redacted]', 'pad_token': '<pad>', 'max_tokens': 10}
+    """
+    return _redact(value, 0)
+
+
+def _redact(value: Any, depth: int) -> Any:
+    if isinstance(value, str):
+        return _redact_text(value)
+    if depth > _MAX_DEPTH:
+        return value
+    if isinstance(value, Mapping):
+        return {k: REDACTED if _is_secret_key(k, v) else _redact(v, depth + 1) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_redact(v, depth + 1) for v in value]
+    return value
+
+
+def _is_secret_key(key: Any, value: Any) -> bool:
+    if not isinstance(key, str) or value is None or isinstance(value, bool) or value == "":
+        return False
+    if _SECRET_KEY.search(key):
+        return True
+    return isinstance(value, str) and bool(_TOKEN_KEY.search(key)) and not _TOKENIZER_KEY.search(key)
+
+
+def _redact_text(text: str) -> str:
+    for pattern, replacement in _SECRET_TEXTS:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+# -------------------------------------------------------------------------------------------- encoding
+
+
+def number(value: Any) -> float:
+    """A journalled number as a float: ``"nan"``, ``"inf"``, ``"-inf"`` as they were; what is no number becomes NaN.
+
+    Example:
+        >>> number("-inf"), number(2), number(None)
+        (-inf, 2.0, nan)
+    """
+    if isinstance(value, bool) or value is None:
+        return math.nan
+    if isinstance(value, (int, float)):
+        return float(value)
+    return {"inf": math.inf, "-inf": -math.inf}.get(value, math.nan) if isinstance(value, str) else math.nan
+
+
+def to_json(value: Any) -> str:
+    """``value`` as strict JSON on one line: NumPy and tensor scalars as numbers, non-finite numbers as strings.
+
+    Example:
+        >>> import numpy as np
+        >>> to_json({"loss": float("nan"), "n": np.int64(3)})
+        '{"loss":"nan","n":3}'
+    """
+    try:
+        return _ENCODER.encode(value)
+    except (TypeError, ValueError):  # a non-finite number, a key that is no string, a cycle
+        return _ENCODER.encode(_plain(value, 0))
+
+
+def _plain(value: Any, depth: int) -> Any:
+    """``value`` made of what JSON knows."""
+    if isinstance(value, Enum):
+        return _plain(value.value, depth)
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else _nonfinite(value)
+    if depth > _MAX_DEPTH:
+        return f"[nested deeper than {_MAX_DEPTH}: {type(value).__name__}]"
+    if isinstance(value, Mapping):
+        return {str(_plain(k, depth + 1)): _plain(v, depth + 1) for k, v in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted((_plain(v, depth + 1) for v in value), key=str)
+    if isinstance(value, (list, tuple)):
+        return [_plain(v, depth + 1) for v in value]
+    return _plain(_foreign(value), depth + 1)
+
+
+def _nonfinite(value: float) -> str:
+    return "nan" if value != value else "inf" if value > 0 else "-inf"
+
+
+def _foreign(value: Any) -> Any:
+    """One step towards JSON for a value of another library."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, (set, frozenset)):
+        return sorted(value, key=str)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "tolist"):  # NumPy and torch, scalars and arrays
+        return value.tolist()
+    return str(value)
+
+
+def _default(value: Any) -> Any:
+    plain = _foreign(value)
+    if isinstance(plain, complex):
+        return str(plain)
+    return plain
+
+
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=_default)
+
+# --------------------------------------------------------------------------------------------- writing
+
+
+def journal_dir(run_dir: str | Path) -> Path:
+    return Path(run_dir) / "journal"
+
+
+class Journal:
+    """Writes one rank's events; the event sink behind ``RunContext.journal``.
+
+    Args:
+        run_dir: The run folder; made if missing.
+        rank: Global rank of this process.
+        max_bytes: Size at which the next file begins.
+        buffer_seconds: How long a ``step`` line may wait in memory.
+        retry_seconds: After a failure, how long to wait before the next try.
+
+    Attributes:
+        failures: What went wrong, a sentence each, newest count included; empty while all is well.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        rank: int,
+        *,
+        max_bytes: int = 256 * 2**20,
+        buffer_seconds: float = 1.0,
+        retry_seconds: float = 5.0,
+    ) -> None:
+        if max_bytes < 1:
+            raise ValueError(f"max_bytes must be at least 1, got {max_bytes}. The default of 256 MiB suits most runs.")
+        self.run_dir = Path(run_dir)
+        self.rank = rank
+        self.max_bytes = max_bytes
+        self.buffer_seconds = buffer_seconds
+        self.retry_seconds = retry_seconds
+        self._first_error: str | None = None
+        self._lost = 0
+        self._lost_since_write = 0
+        self._retry_at = 0.0
+        self._fd: int | None = None
+        self._size = 0
+        self._index = 0
+        self._torn = False  # the file ends within a line
+        self._complete = 0  # lines of the newest write that are whole
+        self._pending: list[str] = []
+        self._oldest_pending = 0.0
+        # Checkpoints may be hashed, and their events written, in a thread of their own.
+        self._lock = threading.RLock()
+        with self._lock:
+            self._try_open()
+
+    @property
+    def failures(self) -> list[str]:
+        if self._first_error is None:
+            return []
+        return [f"{self._first_error} {self._lost} events could not be written."]
+
+    @property
+    def path(self) -> Path:
+        """The file being written."""
+        name = f"rank-{self.rank:05d}" + (f".{self._index:04d}" if self._index else "")
+        return journal_dir(self.run_dir) / f"{name}.jsonl"
+
+    def write(self, event: str, *, step: int, attempt: int, tokens: int, **fields: Any) -> None:
+        """Append one event. A field that bears a header's name, such as ``rank``, is written as ``event_rank``."""
+        now = time.time()
+        line: dict[str, Any] = {
+            "schema": SCHEMA,
+            "time": round(now, 6),
+            "rank": self.rank,
+            "attempt": attempt,
+            "step": step,
+            "tokens": tokens,
+            "event": event,
+        }
+        for name in _HEADER:
+            if name in fields:
+                fields[f"event_{name}"] = fields.pop(name)
+        is_step = event == "step"
+        try:
+            text = to_json(line | fields) if is_step else to_json(line | redact(_plain(fields, 0)))
+        except Exception as error:  # a foreign object's own __str__ may raise anything; training goes on
+            text = to_json(line | {"unwritable": type(error).__name__, "fields": sorted(fields)})
+        with self._lock:
+            if not self._pending:
+                self._oldest_pending = now
+            self._pending.append(text)
+            if not is_step or now - self._oldest_pending >= self.buffer_seconds:
+                self._write_pending(sync=event.startswith(_FSYNC_EVENTS))
+
+    def flush(self) -> None:
+        """Write what is waiting."""
+        with self._lock:
+            if self._pending:
+                self._write_pending(sync=False)
+
+    def close(self) -> None:
+        """Flush and close; a later :meth:`write` opens the file again. May be called twice."""
+        with self._lock:
+            self.flush()
+            self._close_file()
+
+    # ---------------------------------------------------------------------------------------------- inside
+
+    def _write_pending(self, *, sync: bool) -> None:
+        if self._fd is None and not self._try_open():
+            self._drop(self._pending)
+            self._pending = []
+            return
+        lines, self._pending = self._pending, []
+        if self._lost_since_write:
+            lines.insert(0, self._gap_line())
+        try:
+            self._append(lines)
+            if sync and self._fd is not None:
+                os.fsync(self._fd)
+        except OSError as error:
+            self._fail(f"cannot write {self.path}", error)
+            self._drop(lines[self._complete :])
+            return
+        self._lost_since_write = 0
+        if self._size >= self.max_bytes:
+            self._close_file()
+            self._index += 1
+            self._try_open()
+
+    def _append(self, lines: list[str]) -> None:
+        """Write the lines in one go. After a short write (full disk) the next one begins on a new line."""
+        assert self._fd is not None
+        chunks = [line.encode("ascii") + b"\n" for line in lines]
+        data = memoryview(b"\n" * self._torn + b"".join(chunks))
+        done, ends = 0, [*itertools.accumulate(len(chunk) for chunk in chunks)]
+        lead, self._complete = int(self._torn), 0
+        while done < len(data):
+            written = os.write(self._fd, data[done:])
+            done += written
+            self._size += written
+            self._complete = bisect.bisect_right(ends, done - lead)
+            self._torn = self._complete == 0 or ends[self._complete - 1] != done - lead
+
+    def _gap_line(self) -> str:
+        return to_json(
+            {
+                "schema": SCHEMA,
+                "time": round(time.time(), 6),
+                "rank": self.rank,
+                "attempt": 0,
+                "step": -1,
+                "tokens": 0,
+                "event": "journal.gap",
+                "lost_events": self._lost_since_write,
+                "reason": self._first_error,
+            }
+        )
+
+    def _try_open(self) -> bool:
+        if time.monotonic() < self._retry_at:
+            return False
+        try:
+            folder = journal_dir(self.run_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            existing = journal_files(self.run_dir, rank=self.rank)
+            if existing:
+                self._index = max(self._index, _rotation(existing[-1]))
+            if self.path.exists() and self.path.stat().st_size >= self.max_bytes:
+                self._index += 1
+            is_new = not self.path.exists()
+            self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._size = os.fstat(self._fd).st_size
+            self._torn = self._size > 0 and os.pread(self._fd, 1, self._size - 1) != b"\n"
+            if is_new:
+                _fsync_folder(folder)
+        except OSError as error:
+            self._fail(f"cannot open {self.path}", error)
+            return False
+        return True
+
+    def _fail(self, what: str, error: OSError) -> None:
+        self._close_file()
+        self._retry_at = time.monotonic() + self.retry_seconds
+        if self._first_error is None:
+            reason = error.strerror or type(error).__name__
+            self._first_error = f"The journal {what}: {reason}."
+            # Not warnings.warn: under `-W error` that would raise into training.
+            log.warning(
+                "%s Training goes on without it; writing is tried again every %g s. Free space or make the folder"
+                " writable, or give RunJournal another run_dir.",
+                self._first_error,
+                self.retry_seconds,
+            )
+
+    def _drop(self, lines: list[str]) -> None:
+        lost = sum('"event":"journal.gap"' not in line for line in lines)
+        self._lost += lost
+        self._lost_since_write += lost
+
+    def _close_file(self) -> None:
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
+            try:
+                os.close(fd)
+            except OSError as error:  # a network file system may report a lost write only here
+                self._fail(f"could not be closed: {self.path}", error)
+
+
+def _fsync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+# --------------------------------------------------------------------------------------------- reading
+
+_FILE_NAME = re.compile(r"rank-(\d{5,})(?:\.(\d{4,}))?\.jsonl")
+
+
+def _rotation(path: Path) -> int:
+    match = _FILE_NAME.fullmatch(path.name)
+    return int(match[2] or 0) if match else 0
+
+
+def journal_files(run_dir: str | Path, rank: int | None = None) -> list[Path]:
+    """Journal files of a run folder by rank, then in the order they were written."""
+    found = []
+    folder = journal_dir(run_dir)
+    if folder.is_dir():
+        for path in folder.iterdir():
+            match = _FILE_NAME.fullmatch(path.name)
+            if match and rank in (None, int(match[1])):
+                found.append((int(match[1]), int(match[2] or 0), path))
+    return [path for _, _, path in sorted(found)]
+
+
+@dataclass(frozen=True)
+class JournalProblem:
+    """A line that is no event.
+
+    Attributes:
+        path: The file.
+        line: Line number, from 1.
+        truncated: True for a last line that a kill or a full disk cut short.
+        reason: A sentence.
+    """
+
+    path: Path
+    line: int
+    truncated: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.reason}"
+
+
+def parse_line(raw: bytes) -> dict[str, Any]:
+    """One line as an event; raises ValueError with the reason if it is none."""
+    try:
+        event = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not JSON ({len(raw)} bytes)") from error
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        raise ValueError('is not an event: an object with "schema" and "event" was expected')
+    if not isinstance(event.get("schema"), int) or not 1 <= event["schema"] <= SCHEMA:
+        raise ValueError(f"has schema {event.get('schema')!r}, this version reads up to {SCHEMA}; upgrade to read it")
+    return event
+
+
+def iter_file(path: str | Path, *, problems: list[JournalProblem] | None = None) -> Iterator[dict[str, Any]]:
+    """Events of one file in their order. What is no event goes to ``problems`` or, without it, to the log."""
+    path = Path(path)
+    with path.open("rb") as file:
+        for line_number, raw in enumerate(file, start=1):
+            if raw.isspace():
+                continue
+            try:
+                yield parse_line(raw)
+            except ValueError as error:
+                truncated = not raw.endswith(b"\n")
+                reason = (
+                    f"the last line is cut short ({len(raw)} bytes); the events before it are complete"
+                    if truncated
+                    else f"the line {error}; skipped"
+                )
+                problem = JournalProblem(path, line_number, truncated, reason)
+                if problems is None:
+                    log.warning("%s", problem)
+                else:
+                    problems.append(problem)
+
+
+def iter_events(
+    source: str | Path, *, rank: int | None = None, problems: list[JournalProblem] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Events of a run folder, all ranks merged by time (each rank's own order is kept), or of one journal file.
+
+    Args:
+        source: Run folder, its ``journal`` folder, or one ``.jsonl`` file.
+        rank: Only this rank's files.
+        problems: Gets what could not be read; without it, it is logged.
+
+    Raises:
+        FileNotFoundError: Where there is no journal.
+    """
+    source = Path(source)
+    if source.is_file():
+        yield from iter_file(source, problems=problems)
+        return
+    if source.name == "journal" and not journal_dir(source).is_dir():
+        source = source.parent
+    files = journal_files(source, rank=rank)
+    if not files:
+        raise FileNotFoundError(
+            f"No journal in {source}: expected {journal_dir(source) / 'rank-00000.jsonl'}. Give the run folder that"
+            " RunJournal wrote."
+        )
+    by_rank: dict[str, list[Path]] = {}
+    for path in files:
+        by_rank.setdefault(path.name.split(".")[0], []).append(path)
+    streams = [_timed(paths, problems) for paths in by_rank.values()]
+    for _, event in heapq.merge(*streams, key=lambda timed: timed[0]):
+        yield event
+
+
+def _timed(paths: Iterable[Path], problems: list[JournalProblem] | None) -> Iterator[tuple[float, dict[str, Any]]]:
+    """One rank's events with a time that never goes back, even where the machine's clock was set back."""
+    latest = -math.inf
+    for path in paths:
+        for event in iter_file(path, problems=problems):
+            stamp = number(event.get("time"))
+            latest = max(latest, stamp) if stamp == stamp else latest
+            yield latest, event
+
+
+def read_journal(
+    source: str | Path, *, rank: int | None = None, problems: list[JournalProblem] | None = None
+) -> list[dict[str, Any]]:
+    """All of :func:`iter_events` as a list."""
+    return list(iter_events(source, rank=rank, problems=problems))
