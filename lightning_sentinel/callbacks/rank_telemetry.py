@@ -1,0 +1,536 @@
+"""The heartbeat: one small row per rank and step, gathered before the update, handed to every detector."""
+
+from __future__ import annotations
+
+import logging
+import math
+import struct
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..data.identity import sample_ids, supervised_token_count, token_count
+from ..detectors.nonfinite import NonFinite
+from ..incidents import Finding, Severity
+from ..record import SIGNAL_INDEX, SIGNALS, SOURCE_LOSS, SOURCE_TOKENS, StepRecord, source_signals
+from .base import SentinelCallback, find_callback
+
+log = logging.getLogger("lightning_sentinel")
+
+# Above this a squared float32 sum may have overflowed although every entry is finite (the root of the largest float32).
+FLOAT32_SQUARE_LIMIT = 1.8e19
+
+
+def token_probability(loss_nats: float) -> float:
+    """Geometric-mean probability that the model gives to a token, ``exp(-loss)``.
+
+    Example:
+        >>> round(token_probability(2.05), 3), round(token_probability(2.90), 3)
+        (0.129, 0.055)
+    """
+    return math.exp(-loss_nats) if not math.isnan(loss_nats) else math.nan
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def gradients(optimizer: Optimizer) -> list[Tensor]:
+    """Local gradients of the parameters that this optimizer steps, those that have one."""
+    grads = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    return [g.coalesce().values() if g.is_sparse else local(g) for g in grads]
+
+
+def is_sharded(optimizer: Optimizer) -> bool:
+    """True if the optimizer's parameters are DTensors: then every rank holds only a part of each gradient."""
+    return any(hasattr(p, "_local_tensor") for group in optimizer.param_groups for p in group["params"][:1])
+
+
+def total_norm(tensors: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
+    """2-norm over all tensors as a 0-dim float64 tensor, without a host synchronisation."""
+    norms = torch._foreach_norm(list(tensors), 2, dtype=dtype)
+    return torch.linalg.vector_norm(torch.stack(norms).double())
+
+
+class RankTelemetry(SentinelCallback):
+    """Gathers one :class:`~lightning_sentinel.record.StepRecord` per optimizer step and shows it to every detector.
+
+    The gate is ``on_before_optimizer_step``: gradients are complete, unscaled and not yet clipped, and the weights are
+    untouched. One ``all_gather`` of a few float64 per rank gives every rank the same matrix, so that all decide alike.
+
+    Example:
+        >>> from lightning_sentinel import RankTelemetry
+        >>> RankTelemetry(update_norm_every_n_steps=20).update_norm_every_n_steps
+        20
+
+    Logged to ``trainer.loggers`` every ``trainer.log_every_n_steps`` steps:
+
+    =============================  ================================================================
+    key                            meaning
+    =============================  ================================================================
+    ``sentinel/loss_mean``         token-weighted mean over ranks, nats per token
+    ``sentinel/loss_min``          smallest loss of a rank, nats
+    ``sentinel/loss_median``       median over ranks, nats
+    ``sentinel/loss_max``          largest loss of a rank, nats
+    ``sentinel/worst_rank``        the rank with the largest loss
+    ``sentinel/token_probability``  ``exp(-loss_mean)``: geometric-mean probability of a token
+    ``sentinel/nats_below_uniform``  ``ln(vocabulary) - loss_mean``; the uniform guess is a baseline, not a ceiling
+    ``sentinel/grad_norm``         2-norm before clipping, unscaled
+    ``sentinel/update_norm``       2-norm of the last measured parameter update
+    ``sentinel/loss_scale``        loss scale (only with a scaler)
+    ``sentinel/step_seconds``      slowest rank, seconds between gates
+    ``sentinel/data_seconds``      slowest rank, of which waiting for data
+    ``sentinel/loss/<source>``     loss of one source of the mixture, nats
+    ``sentinel/tokens``            tokens so far over all ranks
+    ``sentinel/attempt``           which pass over this step it is
+    =============================  ================================================================
+
+    The loss is read in ``on_before_backward`` and given back as the user means it: multiplied by
+    ``accumulate_grad_batches`` in automatic optimization and divided by the loss scale. In manual optimization it is what
+    was passed to ``manual_backward``, summed over the calls of one ``training_step``.
+
+    Args:
+        update_norm_every_n_steps: Measure the update norm every so many steps (it needs a copy of the parameters);
+            0 never.
+        vocabulary_size: For the uniform baseline ``ln(vocabulary_size)``; None leaves that key out.
+        token_count_fn: ``batch -> (tokens, supervised tokens)`` as numbers or 0-dim tensors. By default read off the
+            batch: token ids and targets (ignored targets are -100), else the number of samples.
+        sample_id_fn: ``batch -> ids``; by default the batch's own ids, else a content hash per sample.
+        sources: Names of the mixture's sources, in the order of ``batch["source"]``; by default the loader's ``sources``.
+            The loss per source needs ``module.sample_loss_nats`` (a detached ``[batch]`` tensor that ``training_step``
+            sets) and, if samples differ in length, ``module.sample_tokens``.
+    """
+
+    def __init__(
+        self,
+        update_norm_every_n_steps: int = 50,
+        vocabulary_size: int | None = None,
+        token_count_fn: Callable[[Any], tuple[Any, Any]] | None = None,
+        sample_id_fn: Callable[[Any], Sequence[str | int]] | None = None,
+        sources: Sequence[str] | None = None,
+    ) -> None:
+        if update_norm_every_n_steps < 0:
+            raise ValueError(
+                f"RankTelemetry: update_norm_every_n_steps is {update_norm_every_n_steps}, expected 0 (never) or more."
+            )
+        if vocabulary_size is not None and vocabulary_size < 2:
+            raise ValueError(f"RankTelemetry: vocabulary_size is {vocabulary_size}, expected at least 2 or None.")
+        self.update_norm_every_n_steps = update_norm_every_n_steps
+        self.vocabulary_size = vocabulary_size
+        self.token_count_fn = token_count_fn
+        self.sample_id_fn = sample_id_fn
+        self.sources = sources
+        self.nonfinite = NonFinite()
+        self._signals = SIGNALS
+        self._source_names: tuple[str, ...] = ()
+        self._update_norm: Tensor | None = None
+        self._before_update: list[Tensor] | None = None
+        self._measuring = False
+        self._rows: list[dict[str, Any]] = []
+        self._clock = 0.0
+        self._batch_clock = 0.0
+        self._data_seconds = 0.0
+        self._reset_window()
+
+    # ------------------------------------------------------------------------------------------------- life of a fit
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        others = [c for c in trainer.callbacks if isinstance(c, RankTelemetry)]  # type: ignore[attr-defined]
+        if len(others) > 1:
+            raise ValueError(
+                f"found {len(others)} RankTelemetry callbacks, expected one: each would gather on its own."
+            )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for optimizer in trainer.optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise ValueError(
+                    "found LBFGS, which calls its closure several times a step; RankTelemetry expects one backward pass"
+                    " and one update per step. Use another optimizer or leave lightning_sentinel out."
+                )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._source_names = tuple(self.sources or _loader_sources(trainer))
+        self._signals = SIGNALS + source_signals(self._source_names)
+        self._before_update, self._update_norm, self._measuring = None, None, False
+        self._clock = self._batch_clock = time.perf_counter()
+        self._data_seconds = 0.0
+        self._reset_window()
+        self._rows = []
+
+    def _reset_window(self) -> None:
+        self._losses: list[Tensor] = []  # one per micro-batch, float32, as the user means it
+        self._supervised: list[Tensor | float] = []
+        self._tokens: list[Tensor | float] = []
+        self._by_source: Tensor | None = None
+        self._ids: list[str] = []
+        self._backward_in_batch = 0
+
+    # ------------------------------------------------------------------------------------------- collecting the window
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        context = self.context(trainer)
+        self._data_seconds += time.perf_counter() - self._batch_clock
+        if not self._tokens:
+            context.held = False
+            context.record = None
+        self._batch = batch
+        self._backward_in_batch = 0
+        if self.token_count_fn is not None:
+            tokens, supervised = self.token_count_fn(batch)
+        else:
+            tokens, supervised = token_count(batch), supervised_token_count(batch)
+        self._tokens.append(tokens)
+        self._supervised.append(supervised)
+        self._ids.extend(sample_ids(batch, self.sample_id_fn))
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        value = loss.detach().float()
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            value = value / scaler._get_scale_async()
+        if pl_module.automatic_optimization:
+            value = value * trainer.accumulate_grad_batches
+        if self._backward_in_batch:
+            self._losses[-1] = self._losses[-1] + value
+        else:
+            self._losses.append(value)
+        self._backward_in_batch += 1
+        if self._backward_in_batch == 1 and self._source_names:
+            self._add_sources(pl_module)
+
+    def _add_sources(self, pl_module: LightningModule) -> None:
+        losses = getattr(pl_module, "sample_loss_nats", None)
+        source = self._batch.get("source") if isinstance(self._batch, dict) else None
+        if losses is None or source is None or losses.shape[0] != source.shape[0]:
+            return
+        counts = getattr(pl_module, "sample_tokens", None)
+        weights = torch.ones_like(losses, dtype=torch.float64) if counts is None else counts.double()
+        sums = torch.zeros(2, len(self._source_names), dtype=torch.float64, device=losses.device)
+        sums[0].index_add_(0, source.long(), torch.where(weights > 0, losses.double() * weights, 0.0))
+        sums[1].index_add_(0, source.long(), weights)
+        self._by_source = sums if self._by_source is None else self._by_source + sums
+
+    # ----------------------------------------------------------------------------------------------------- the gate
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        context = self.context(trainer)
+        record = self._gather(trainer, optimizer)
+        context.record = record
+        context.scratch["live_losses"] = self._losses
+        context.tokens = record.tokens
+        context.nominal_steps += 1
+        context.rates.append((record.step, _planned_rates(trainer, optimizer), record.learning_rates))
+
+        findings = list(self.nonfinite.observe(record))
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if callback is not self and hasattr(callback, "observe"):
+                findings.extend(callback.observe(record))
+        findings.extend(self._other_findings(trainer, record))
+
+        from .incident_response import IncidentResponse
+
+        response = find_callback(trainer, IncidentResponse)
+        if response is not None:
+            response.decide(trainer, pl_module, optimizer, record, findings)
+        else:
+            for finding in findings:
+                context.write(trainer, "finding", finding=finding.to_dict())
+        skipped_by_scaler = bool(record.column("nonfinite_grads").any()) and _has_scaler(trainer)
+        applied = not context.held and not skipped_by_scaler and not record.column("missing_grads").all()
+        context.applied_steps += applied
+        if not context.held and not any(f.severity is Severity.INCIDENT for f in findings):
+            context.history.append(record)
+        self._keep_row(trainer, record, applied)
+        self._start_update_norm(optimizer, record.step, context.held)
+
+    def _gather(self, trainer: Trainer, optimizer: Optimizer) -> StepRecord:
+        """Pack this rank's row, gather, read once."""
+        now = time.perf_counter()
+        step_seconds, self._clock = now - self._clock, now
+        grads = gradients(optimizer)
+        sharded = is_sharded(optimizer)
+        device = trainer.strategy.root_device
+        scale = _scale_of_gradients(trainer, optimizer)
+        norm = total_norm(grads) if grads else torch.zeros((), dtype=torch.float64, device=device)
+        context = self.context(trainer)
+        batch_findings = context.scratch.get("batch_findings", [])
+        row = self._row(trainer, norm / scale, step_seconds, not grads, len(batch_findings), device)
+        matrix = _all_gather(trainer, row).cpu().numpy().astype(np.float64)
+        norms = matrix[:, SIGNAL_INDEX["grad_norm"]]
+        if grads and not ((norms < FLOAT32_SQUARE_LIMIT) & ((norms > 1e-12) | (norms == 0))).all():
+            # Odd: the float32 sum may have overflowed or underflowed. Everybody sees it, so everybody looks again.
+            again = _all_gather(trainer, (total_norm(grads, torch.float64) / scale).reshape(1).to(device))
+            matrix[:, SIGNAL_INDEX["grad_norm"]] = again.cpu().numpy()[:, 0]
+        self._finish_norms(matrix, sharded)
+        signals = self._signals
+        return StepRecord(
+            step=trainer.global_step,
+            values=matrix,
+            attempt=context.attempt,
+            tokens=context.tokens + int(matrix[:, SIGNAL_INDEX["tokens"]].sum()),
+            signals=signals,
+            learning_rates=tuple(float(group["lr"]) for group in optimizer.param_groups),
+            sample_ids=tuple(self._ids),
+            restart_step=context.restart_step,
+        )
+
+    @staticmethod
+    def _finish_norms(matrix: np.ndarray[Any, Any], sharded: bool) -> None:
+        for name in ("grad_norm", "update_norm"):
+            column = matrix[:, SIGNAL_INDEX[name]]
+            if sharded:  # parts of one vector: the whole has the root of the summed squares
+                column[:] = math.sqrt(float(np.square(column).sum()))
+        norms = matrix[:, SIGNAL_INDEX["grad_norm"]]
+        matrix[:, SIGNAL_INDEX["nonfinite_grads"]] = ~np.isfinite(norms)
+
+    def _row(
+        self, trainer: Trainer, norm: Tensor, step_seconds: float, no_grads: bool, invalid: int, device: torch.device
+    ) -> Tensor:
+        """This rank's row, ``[n_signals]`` float64 on the device: host numbers in one copy, the rest stays there."""
+        n = len(self._losses)
+        loss, supervised, tokens, bad = self._window_totals(device)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        host = torch.tensor(
+            [step_seconds, self._data_seconds, float(invalid), float(no_grads and n > 0), 1.0],
+            dtype=torch.float64,
+        ).to(device, non_blocking=True)
+        scale = host[4] if scaler is None else scaler._get_scale_async().to(device).double().reshape(())
+        update = norm.new_full((), math.nan) if self._update_norm is None else self._update_norm.to(device)
+        zero = norm.new_zeros(())
+        parts = [
+            loss,
+            supervised,
+            tokens,
+            norm.to(device),
+            update,
+            bad,
+            zero,
+            scale,
+            host[0],
+            host[1],
+            host[2],
+            host[3],
+        ]
+        row = torch.stack([p.double().reshape(()) for p in parts])
+        if self._source_names:
+            row = torch.cat([row, self._source_row(device)])
+        return row
+
+    def _window_totals(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        supervised = _stack(self._supervised, device)
+        tokens = _stack(self._tokens, device)
+        if not self._losses:
+            nan = torch.full((), math.nan, dtype=torch.float64, device=device)
+            return nan, torch.zeros_like(nan), tokens.sum(), torch.zeros_like(nan)
+        losses = torch.stack(self._losses).to(device).double()
+        weights = supervised[-len(losses) :]
+        bad = (~torch.isfinite(losses)).double().sum()
+        if len(losses) == 1:
+            loss = losses[0]
+        else:
+            loss = torch.where(weights > 0, losses * weights, 0.0).sum() / weights.sum()
+        return loss, weights.sum(), tokens.sum(), bad
+
+    def _source_row(self, device: torch.device) -> Tensor:
+        n = len(self._source_names)
+        sums = self._by_source if self._by_source is not None else torch.zeros(2, n, dtype=torch.float64, device=device)
+        return torch.stack([sums[0] / sums[1], sums[1]], dim=1).reshape(-1).to(device)
+
+    def _other_findings(self, trainer: Trainer, record: StepRecord) -> Iterable[Finding]:
+        """Findings of the batch validator of any rank, of the scan at the start and of a resume, alike on all ranks."""
+        scratch = self.context(trainer).scratch
+        mine: list[Finding] = []
+        if record.column("invalid_batch").any():
+            mine.extend(scratch.get("batch_findings", []))
+        once = [*scratch.pop("start_findings", []), *scratch.pop("restart_findings", [])]
+        first = not scratch.get("gate_seen")
+        scratch["gate_seen"] = True
+        mine.extend(once)
+        if not (record.column("invalid_batch").any() or first or once):
+            return []
+        return [Finding.from_dict(f) for f in _gather_objects(trainer, [f.to_dict() for f in mine])]
+
+    # ----------------------------------------------------------------------------------- after the step: update norm
+
+    def _start_update_norm(self, optimizer: Optimizer, step: int, held: bool) -> None:
+        every = self.update_norm_every_n_steps
+        self._measuring = bool(every) and step % every == 0 and not held
+        if not self._measuring:
+            return
+        params = [local(p.detach()) for group in optimizer.param_groups for p in group["params"]]
+        if self._before_update is None or len(self._before_update) != len(params):
+            self._before_update = [torch.empty_like(p) for p in params]
+        torch._foreach_copy_(self._before_update, params)
+        self._measured = params
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._measuring and self._before_update is not None:
+            torch._foreach_sub_(self._before_update, self._measured)
+            self._update_norm = total_norm(self._before_update)
+            self._measuring = False
+        for row in self._rows:
+            self._write_step(trainer, row, batch_idx)
+        if self._rows:
+            self._log_metrics(trainer)
+            self._reset_window()
+            self._data_seconds = 0.0
+        self._rows = []
+        self._batch_clock = time.perf_counter()
+
+    # ------------------------------------------------------------------------------------------------------- writing
+
+    def _keep_row(self, trainer: Trainer, record: StepRecord, applied: bool) -> None:
+        """The step's line, written when the step is over."""
+        loss = record.column("loss_nats")
+        finite = loss[np.isfinite(loss)]
+        mine = float(loss[trainer.global_rank])
+        row = {
+            "loss": record.mean_loss,
+            "loss_min": float(finite.min()) if finite.size else math.nan,
+            "loss_median": float(np.median(finite)) if finite.size else math.nan,
+            "loss_max": float(finite.max()) if finite.size else math.nan,
+            "worst_rank": record.worst_rank,
+            "nonfinite_ranks": np.flatnonzero(record.column("nonfinite_loss")).tolist(),
+            "grad_norm": record.grad_norm,
+            "update_norm": record.update_norm,
+            "lr": list(record.learning_rates),
+            "loss_scale": float(record.column("loss_scale")[0]),
+            "step_seconds": float(record.column("step_seconds").max()),
+            "data_seconds": float(record.column("data_seconds").max()),
+            "applied": applied,
+            "applied_steps": self.context(trainer).applied_steps,
+            "sample_ids": list(record.sample_ids),
+            "epoch": trainer.current_epoch,
+            # exact: two runs agree where these hex digits agree
+            "loss_bits": struct.pack(">f", mine).hex() if abs(mine) < 3.4e38 or not math.isfinite(mine) else "overflow",
+            "sources": {s: record.source_loss(s) for s in record.sources},
+        }
+        if trainer.world_size > 1 and trainer.world_size <= 64:
+            row["rank_losses"] = [round(float(v), 6) for v in loss]
+        self._rows.append({"step": record.step, "attempt": record.attempt, "tokens": record.tokens, "fields": row})
+
+    def _write_step(self, trainer: Trainer, row: dict[str, Any], batch_idx: int) -> None:
+        context = self.context(trainer)
+        every = int(context.scratch.get("step_interval", 1))
+        if every and row["step"] % every == 0:
+            context.journal.write(
+                "step",
+                step=row["step"],
+                attempt=row["attempt"],
+                tokens=row["tokens"],
+                **row["fields"],
+                batch_idx=batch_idx,
+            )
+
+    def _log_metrics(self, trainer: Trainer) -> None:
+        row = self._rows[-1]
+        if not trainer.loggers or row["step"] % trainer.log_every_n_steps:  # type: ignore[attr-defined]
+            return
+        fields = row["fields"]
+        metrics: dict[str, float] = {
+            "loss_mean": fields["loss"],
+            **{k: fields[k] for k in ("loss_min", "loss_median", "loss_max", "worst_rank", "grad_norm", "update_norm")},
+            "token_probability": token_probability(fields["loss"]),
+            "step_seconds": fields["step_seconds"],
+            "data_seconds": fields["data_seconds"],
+            "tokens": row["tokens"],
+            "attempt": row["attempt"],
+        }
+        if self.vocabulary_size is not None:
+            metrics["nats_below_uniform"] = math.log(self.vocabulary_size) - fields["loss"]
+        if _has_scaler(trainer):
+            metrics["loss_scale"] = fields["loss_scale"]
+        metrics |= {f"loss/{s}": v for s, v in fields["sources"].items()}
+        named = {f"sentinel/{k}": float(v) for k, v in metrics.items() if not math.isnan(v)}
+        for logger in trainer.loggers:
+            logger.log_metrics(named, step=row["step"])
+
+    def state_dict(self) -> dict[str, Any]:
+        # A restore point may lie between two micro-batches: what the window has collected so far belongs to it.
+        return {
+            "nonfinite": self.nonfinite.state_dict(),
+            "losses": list(self._losses),
+            "supervised": list(self._supervised),
+            "tokens": list(self._tokens),
+            "by_source": self._by_source,
+            "ids": list(self._ids),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.nonfinite.load_state_dict(state_dict["nonfinite"])
+        self._reset_window()
+        self._losses = list(state_dict["losses"])
+        self._supervised = list(state_dict["supervised"])
+        self._tokens = list(state_dict["tokens"])
+        self._by_source = state_dict["by_source"]
+        self._ids = list(state_dict["ids"])
+
+
+# ------------------------------------------------------------------------------------------------------------- helpers
+
+
+def _stack(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
+    if not values:
+        return torch.zeros(1, dtype=torch.float64, device=device)
+    if any(isinstance(v, Tensor) for v in values):
+        return torch.stack([torch.as_tensor(v, device=device).double().reshape(()) for v in values])
+    return torch.tensor(values, dtype=torch.float64, device=device)
+
+
+def _has_scaler(trainer: Trainer) -> bool:
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler is not None and scaler.is_enabled()
+
+
+def _scale_of_gradients(trainer: Trainer, optimizer: Optimizer) -> Tensor | float:
+    """What the gradients at the gate are still multiplied by: 1 unless a fused optimizer unscales by itself."""
+    if _has_scaler(trainer) and getattr(optimizer, "_step_supports_amp_scaling", False):
+        scale: Tensor = trainer.precision_plugin.scaler._get_scale_async().double().reshape(())  # type: ignore[union-attr]
+        return scale
+    return 1.0
+
+
+def _planned_rates(trainer: Trainer, optimizer: Optimizer) -> tuple[float, ...] | None:
+    """What the scheduler of this optimizer last set, one rate per parameter group; None without one."""
+    for config in trainer.lr_scheduler_configs:
+        scheduler = config.scheduler
+        if getattr(scheduler, "optimizer", None) is optimizer and hasattr(scheduler, "_last_lr"):
+            return tuple(float(rate) for rate in scheduler._last_lr)
+    return None
+
+
+def _all_gather(trainer: Trainer, row: Tensor) -> Tensor:
+    """``[n]`` on each rank to ``[world_size, n]`` on all."""
+    if trainer.world_size == 1:
+        return row[None]
+    gathered = row.new_empty(trainer.world_size * row.numel())
+    torch.distributed.all_gather_into_tensor(gathered, row.contiguous())
+    return gathered.view(trainer.world_size, row.numel())
+
+
+def _gather_objects(trainer: Trainer, mine: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All ranks' lists, joined in rank order."""
+    if trainer.world_size == 1:
+        return mine
+    gathered: list[Any] = [None] * trainer.world_size
+    torch.distributed.all_gather_object(gathered, mine)
+    return [item for part in gathered for item in part]
+
+
+def _loader_sources(trainer: Trainer) -> Sequence[str]:
+    loader = trainer.train_dataloader
+    sources = getattr(loader, "sources", ())
+    return [str(getattr(s, "name", s)) for s in sources]
+
+
+__all__ = ["RankTelemetry", "SOURCE_LOSS", "SOURCE_TOKENS", "token_probability"]

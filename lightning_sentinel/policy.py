@@ -1,0 +1,238 @@
+"""The response ladder: incident and history in, one action out. Pure: it reads no tensor and touches no trainer.
+
+A *case* names what is to be answered (see :func:`case_of`). Each case has a ladder of actions; the n-th time that the same
+incident needs an answer, the n-th rung is taken. A rung that cannot be done here, or whose budget is spent, is passed over.
+The last rung of every ladder is ``stop``: a run that cannot be helped ends visibly instead of looping.
+
+Example:
+    >>> policy = Policy(mode="recover")
+    >>> situation = Situation(case="infrastructure/transient", repetition=0, step_is_held=True)
+    >>> str(policy.choose(situation).action)
+    'retry_step'
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .incidents import Action, FindingKind, Verdict, VerdictKind
+
+MODES = ("observe", "guard", "recover")
+
+# case -> actions by repetition. The reasons stand beside each.
+DEFAULT_LADDERS: dict[str, tuple[Action, ...]] = {
+    # The samples are bad: keep the update out, and never draw them again.
+    "data/samples": (Action.SKIP_STEP, Action.ROLLBACK_SKIP, Action.ROLLBACK_SKIP, Action.STOP),
+    # The samples were taken out of the batch before the forward pass: the rest of the step is good.
+    "data/neutralised": (Action.QUARANTINE, Action.SKIP_STEP, Action.STOP),
+    # The loader is at the wrong place: only the true cursor helps.
+    "data/cursor": (Action.ROLLBACK_REPLAY, Action.ROLLBACK_REPLAY, Action.STOP),
+    # A whole source has changed: back to before, and go on without it.
+    "data/source": (Action.ROLLBACK_SKIP, Action.ROLLBACK_SKIP, Action.STOP),
+    # The same numbers overflow again: this step cannot be taken.
+    "numerics/step": (Action.SKIP_STEP, Action.SKIP_STEP, Action.SKIP_STEP, Action.ROLLBACK_SKIP, Action.STOP),
+    # Overflow after overflow: the loss scale is already damaged, so skipping forward is not enough.
+    "numerics/scale": (
+        Action.ROLLBACK_SKIP,
+        Action.ROLLBACK_SKIP,
+        Action.ROLLBACK_SKIP,
+        Action.ROLLBACK_SKIP,
+        Action.ROLLBACK_SKIP,
+        Action.ROLLBACK_SKIP,
+        Action.LOWER_LOSS_SCALE,
+        Action.STOP,
+    ),
+    # Gone on replay: nothing is wrong with data or weights.
+    "infrastructure/transient": (Action.RETRY_STEP, Action.RETRY_STEP, Action.ROLLBACK_REPLAY, Action.STOP),
+    # One rank's state is damaged: every rank goes back, the data stays.
+    "infrastructure/rank": (Action.ROLLBACK_REPLAY, Action.ROLLBACK_REPLAY, Action.STOP),
+    "optimization/lr": (Action.ROLLBACK_REPLAY, Action.ROLLBACK_REPLAY, Action.REDUCE_LR, Action.STOP),
+    "optimization/state": (Action.ROLLBACK_REPLAY, Action.RESTORE_OPTIMIZER, Action.REDUCE_LR, Action.STOP),
+    # The schedule lost its place at a restart: put it back before the first update.
+    "optimization/scheduler": (Action.RESTORE_OPTIMIZER, Action.RESTORE_OPTIMIZER, Action.STOP),
+    "optimization/other": (Action.ROLLBACK_REPLAY, Action.REDUCE_LR, Action.ROLLBACK_SKIP, Action.STOP),
+    # Cause unknown. The damage is kept out; after that the cheapest change is tried first.
+    "undetermined/nonfinite": (Action.SKIP_STEP, Action.SKIP_STEP, Action.ROLLBACK_REPLAY, Action.STOP),
+    "undetermined/loss": (
+        Action.SKIP_STEP,
+        Action.ROLLBACK_REPLAY,
+        Action.ROLLBACK_SKIP,
+        Action.REDUCE_LR,
+        Action.STOP,
+    ),
+    # Nothing that an action of ours would improve.
+    "report_only": (Action.NONE,),
+}
+
+# How often each action may be taken within ``budget_steps`` steps.
+DEFAULT_BUDGETS: dict[Action, int] = {
+    Action.RETRY_STEP: 4,
+    Action.SKIP_STEP: 16,
+    Action.ROLLBACK_REPLAY: 6,
+    Action.ROLLBACK_SKIP: 10,
+    Action.QUARANTINE: 64,
+    Action.REDUCE_LR: 3,
+    Action.LOWER_LOSS_SCALE: 3,
+    Action.RESTORE_OPTIMIZER: 3,
+}
+
+NONFINITE = frozenset({FindingKind.NONFINITE_LOSS, FindingKind.NONFINITE_GRADS})
+REPORT_ONLY = frozenset({FindingKind.STRAGGLER, FindingKind.UNSEEN_SAMPLES, FindingKind.NO_GRADIENT})
+NEEDS_ROLLBACK = frozenset({Action.RETRY_STEP, Action.ROLLBACK_REPLAY, Action.ROLLBACK_SKIP})
+
+
+def case_of(verdict: Verdict, kinds: frozenset[FindingKind] | set[FindingKind], *, neutralised: bool = False) -> str:
+    """Which ladder answers this verdict.
+
+    Args:
+        verdict: What the triage found.
+        kinds: Kinds of the incident's findings of severity *incident*.
+        neutralised: True if the bad samples were taken out of the batch before the forward pass.
+    """
+    culprits = verdict.culprits
+
+    def named(*prefixes: str) -> bool:
+        return any(c.startswith(prefixes) for c in culprits)
+
+    if kinds and kinds <= REPORT_ONLY:
+        return "report_only"
+    match verdict.kind:
+        case VerdictKind.DATA:
+            if "cursor" in culprits:
+                return "data/cursor"
+            if named("source:"):
+                return "data/source"
+            return "data/neutralised" if neutralised else "data/samples"
+        case VerdictKind.NUMERICS:
+            return "numerics/scale" if FindingKind.SCALE_COLLAPSE in kinds else "numerics/step"
+        case VerdictKind.INFRASTRUCTURE:
+            if verdict.reproducible is False and kinds & NONFINITE:
+                return "infrastructure/transient"
+            return "infrastructure/rank" if named("rank:") else "infrastructure/transient"
+        case VerdictKind.OPTIMIZATION:
+            if named("scheduler"):
+                return "optimization/scheduler"
+            if named("optimizer:lr"):
+                return "optimization/lr"
+            if named("optimizer:"):
+                return "optimization/state"
+            return "optimization/other"
+        case _:
+            if FindingKind.SCALE_COLLAPSE in kinds:
+                return "numerics/scale"
+            return "undetermined/nonfinite" if kinds & NONFINITE else "undetermined/loss"
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What the policy knows.
+
+    Attributes:
+        case: See :func:`case_of`.
+        repetition: How many answers this incident has had.
+        step_is_held: The first affected step is the current one, whose update has not been made yet.
+        nonfinite: The current step's loss or gradients are not finite.
+        unavailable: Actions that cannot be done here, with the reason.
+        spent: How often each action was taken within the budget's window.
+    """
+
+    case: str
+    repetition: int = 0
+    step_is_held: bool = False
+    nonfinite: bool = False
+    unavailable: Mapping[Action, str] = field(default_factory=dict)
+    spent: Mapping[Action, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The action and why, with the rungs that were passed over."""
+
+    action: Action
+    reason: str
+    passed_over: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Mode, ladders and budgets.
+
+    Attributes:
+        mode: ``observe`` watches and records; ``guard`` also keeps non-finite updates out; ``recover`` answers.
+        ladders: Overrides of :data:`DEFAULT_LADDERS` by case.
+        budgets: Overrides of :data:`DEFAULT_BUDGETS` by action.
+        budget_steps: Window of the budgets in steps.
+    """
+
+    mode: str = "observe"
+    ladders: Mapping[str, Sequence[str | Action]] = field(default_factory=dict)
+    budgets: Mapping[str, int] = field(default_factory=dict)
+    budget_steps: int = 1000
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(
+                f"policy: mode is {self.mode!r}, expected one of {', '.join(MODES)}.{_nearest(self.mode, MODES)}"
+            )
+        if self.budget_steps < 1:
+            raise ValueError(f"policy: budget_steps is {self.budget_steps}, expected at least 1.")
+        ladders = dict(DEFAULT_LADDERS)
+        for case, rungs in self.ladders.items():
+            if case not in DEFAULT_LADDERS:
+                raise ValueError(f"policy: ladders has no case {case!r}.{_nearest(case, DEFAULT_LADDERS)}")
+            ladders[case] = tuple(_action(r, f"ladders[{case!r}]") for r in rungs)
+            if not ladders[case]:
+                raise ValueError(f"policy: ladders[{case!r}] is empty, expected at least one action.")
+        budgets = dict(DEFAULT_BUDGETS)
+        for name, count in self.budgets.items():
+            if count < 0:
+                raise ValueError(f"policy: budgets[{name!r}] is {count}, expected 0 or more.")
+            budgets[_action(name, "budgets")] = count
+        object.__setattr__(self, "ladders", ladders)
+        object.__setattr__(self, "budgets", budgets)
+
+    def choose(self, situation: Situation) -> Choice:
+        """The action for this situation."""
+        if self.mode == "observe":
+            return Choice(Action.NONE, "policy observe: watched and recorded only")
+        if self.mode == "guard":
+            if situation.nonfinite:
+                return Choice(Action.SKIP_STEP, "policy guard: non-finite updates are kept out")
+            return Choice(Action.NONE, "policy guard: only non-finite updates are kept out")
+        ladder = [Action(a) for a in self.ladders[situation.case]]
+        passed: list[str] = []
+        for rung in ladder[min(situation.repetition, len(ladder) - 1) :]:
+            obstacle = self._obstacle(rung, situation)
+            if obstacle is None:
+                reason = f"{situation.case}, answer {situation.repetition + 1}"
+                return Choice(rung, reason, tuple(passed))
+            passed.append(f"{rung}: {obstacle}")
+        if situation.nonfinite:
+            return Choice(Action.SKIP_STEP, f"{situation.case}: nothing else is possible here", tuple(passed))
+        return Choice(Action.NONE, f"{situation.case}: nothing on the ladder is possible here", tuple(passed))
+
+    def _obstacle(self, action: Action, situation: Situation) -> str | None:
+        if action in situation.unavailable:
+            return situation.unavailable[action]
+        budget = self.budgets.get(action)
+        if budget is not None and situation.spent.get(action, 0) >= budget:
+            return f"budget of {budget} in {self.budget_steps} steps is spent"
+        if action in (Action.SKIP_STEP, Action.RETRY_STEP) and not situation.step_is_held:
+            return "the first affected update is already in the weights"
+        return None
+
+
+def _action(name: str | Action, where: str) -> Action:
+    try:
+        return Action(name)
+    except ValueError:
+        raise ValueError(
+            f"policy: {where} names {name!r}, which is no action.{_nearest(str(name), list(Action))}"
+        ) from None
+
+
+def _nearest(name: str, valid: Sequence[str] | Mapping[str, object]) -> str:
+    close = difflib.get_close_matches(name, [str(v) for v in valid], n=1, cutoff=0.0)
+    return f" Nearest valid name: {close[0]!r}." if close else ""
