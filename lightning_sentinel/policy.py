@@ -34,16 +34,8 @@ DEFAULT_LADDERS: dict[str, tuple[Action, ...]] = {
     # The same numbers overflow again: this step cannot be taken.
     "numerics/step": (Action.SKIP_STEP, Action.SKIP_STEP, Action.SKIP_STEP, Action.ROLLBACK_SKIP, Action.STOP),
     # Overflow after overflow: the loss scale is already damaged, so skipping forward is not enough.
-    "numerics/scale": (
-        Action.ROLLBACK_SKIP,
-        Action.ROLLBACK_SKIP,
-        Action.ROLLBACK_SKIP,
-        Action.ROLLBACK_SKIP,
-        Action.ROLLBACK_SKIP,
-        Action.ROLLBACK_SKIP,
-        Action.LOWER_LOSS_SCALE,
-        Action.STOP,
-    ),
+    # Once the scale is back and the module is known, further steps of the same kind are passed over one by one.
+    "numerics/scale": (Action.ROLLBACK_SKIP, *(Action.SKIP_STEP,) * 64, Action.LOWER_LOSS_SCALE, Action.STOP),
     # Gone on replay: nothing is wrong with data or weights.
     "infrastructure/transient": (Action.RETRY_STEP, Action.RETRY_STEP, Action.ROLLBACK_REPLAY, Action.STOP),
     # One rank's state is damaged: every rank goes back, the data stays.
@@ -69,7 +61,7 @@ DEFAULT_LADDERS: dict[str, tuple[Action, ...]] = {
 # How often each action may be taken within ``budget_steps`` steps.
 DEFAULT_BUDGETS: dict[Action, int] = {
     Action.RETRY_STEP: 4,
-    Action.SKIP_STEP: 16,
+    Action.SKIP_STEP: 64,
     Action.ROLLBACK_REPLAY: 6,
     Action.ROLLBACK_SKIP: 10,
     Action.QUARANTINE: 64,
