@@ -34,7 +34,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -219,6 +219,7 @@ class Journal:
         max_bytes: Size at which the next file begins.
         buffer_seconds: How long a ``step`` line may wait in memory.
         retry_seconds: After a failure, how long to wait before the next try.
+        listener: Called with event, step and fields after every event except ``step``.
 
     Attributes:
         failures: What went wrong, a sentence each, newest count included; empty while all is well.
@@ -232,6 +233,7 @@ class Journal:
         max_bytes: int = 256 * 2**20,
         buffer_seconds: float = 1.0,
         retry_seconds: float = 5.0,
+        listener: Callable[[str, int, Mapping[str, Any]], None] | None = None,
     ) -> None:
         if max_bytes < 1:
             raise ValueError(f"max_bytes must be at least 1, got {max_bytes}. The default of 256 MiB suits most runs.")
@@ -240,6 +242,7 @@ class Journal:
         self.max_bytes = max_bytes
         self.buffer_seconds = buffer_seconds
         self.retry_seconds = retry_seconds
+        self.listener = listener
         self._first_error: str | None = None
         self._lost = 0
         self._lost_since_write = 0
@@ -294,6 +297,8 @@ class Journal:
             self._pending.append(text)
             if not is_step or now - self._oldest_pending >= self.buffer_seconds:
                 self._write_pending(sync=event.startswith(_FSYNC_EVENTS))
+        if self.listener is not None and not is_step:
+            self.listener(event, step, fields)
 
     def flush(self) -> None:
         """Write what is waiting."""
@@ -473,12 +478,14 @@ def parse_line(raw: bytes) -> dict[str, Any]:
     return event
 
 
-def iter_file(path: str | Path, *, problems: list[JournalProblem] | None = None) -> Iterator[dict[str, Any]]:
+def iter_file(
+    path: str | Path, *, problems: list[JournalProblem] | None = None, skip_steps: bool = False
+) -> Iterator[dict[str, Any]]:
     """Events of one file in their order. What is no event goes to ``problems`` or, without it, to the log."""
     path = Path(path)
     with path.open("rb") as file:
         for line_number, raw in enumerate(file, start=1):
-            if raw.isspace():
+            if raw.isspace() or (skip_steps and b'"event":"step"' in raw[:256] and raw.endswith(b"\n")):
                 continue
             try:
                 yield parse_line(raw)

@@ -1,0 +1,511 @@
+"""Opens the journal of a run, writes its beginning and its end, and leaves a summary, a picture and a report behind."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import lightning
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from .._version import __version__
+from ..context import LogSink
+from ..journal import Journal, journal_files, parse_line, redact, to_json
+from .base import SentinelCallback
+
+log = logging.getLogger("lightning_sentinel")
+
+# A planned schedule moves smoothly. A rate this far (relative) from where the two before it point has been changed.
+LR_JUMP = 0.2
+# Schedules of mixtures move in small steps; only what a reader would see in the curve is an event.
+MIXTURE_CHANGE = 0.02
+
+
+class RunJournal(SentinelCallback):
+    """Writes the run folder: the journal of every rank and, on rank 0, ``summary.json``, ``loss.png``, ``report.html``.
+
+    Put it before the suite's other callbacks: what they write before its ``setup`` goes to the log only. With
+    ``fast_dev_run`` nothing is written. A run folder that cannot be written to costs one warning, never the training; the
+    summary says what is missing.
+
+    Example:
+        >>> RunJournal(run_dir="runs/a", step_interval=10).step_interval
+        10
+
+    Events written here: ``run.started`` (one for each fit: versions, configuration, seeds, topology), ``run.resumed``,
+    ``run.ended`` (status, exception), ``topology.changed``, ``lr.changed`` (a rate that leaves its smooth path),
+    ``mixture.changed`` (a loader that offers ``mixture_weights()``).
+
+    Progress bars that have ``get_metrics`` (Lightning's own do) show one more entry, ``sentinel``: ``ok``, or the number of
+    open incidents and the newest action. Incidents are logged once: a warning when they open, an error when they escalate.
+
+    Args:
+        run_dir: The run folder; None: ``<trainer.default_root_dir>/sentinel/<time stamp>``. Rank 0 decides for all.
+        step_interval: Journal every Nth step's signals; 0: none.
+        report: Write summary, picture and report at the end of the fit and after incidents.
+        report_every_seconds: At most that often while training goes on (then made by a child process, at low priority).
+        config: The run's configuration, any mapping; journalled with secrets redacted.
+        max_bytes: Size at which the next journal file begins.
+        progress_bar: Show the status in the progress bar.
+    """
+
+    rewinds = False
+
+    def __init__(
+        self,
+        run_dir: str | Path | None = None,
+        step_interval: int = 1,
+        report: bool = True,
+        report_every_seconds: float = 120.0,
+        config: Mapping[str, Any] | None = None,
+        max_bytes: int = 256 * 2**20,
+        progress_bar: bool = True,
+    ) -> None:
+        if step_interval < 0:
+            raise ValueError(f"step_interval must be at least 0 (0: no step lines), got {step_interval}.")
+        if report_every_seconds < 0:
+            raise ValueError(f"report_every_seconds must be at least 0, got {report_every_seconds}.")
+        if max_bytes < 1:
+            raise ValueError(f"max_bytes must be at least 1, got {max_bytes}.")
+        self.requested_run_dir = None if run_dir is None else Path(run_dir)
+        self.step_interval = step_interval
+        self.report = report
+        self.report_every_seconds = report_every_seconds
+        self.config = config
+        self.max_bytes = max_bytes
+        self.progress_bar = progress_bar
+        self.run_dir: Path | None = None
+        self.summary: dict[str, Any] | None = None
+        self.status = Status()
+        self._journal: Journal | None = None
+        self._ended = True
+        self._failures: list[str] = []
+        self._rates: list[tuple[int, list[float]]] = []
+        self._mixture: dict[str, float] | None = None
+        self._reporter: subprocess.Popen[bytes] | None = None
+        self._reported_closed = 0
+        self._reported_at = 0.0
+        self._unwrap_bar: Callable[[], None] | None = None
+
+    # ------------------------------------------------------------------------------------------------- beginning
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        context = self.context(trainer)
+        context.scratch["step_interval"] = self.step_interval
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            context.journal, context.run_dir = LogSink(), None
+            return
+        chosen = self.run_dir or self.requested_run_dir or _default_run_dir(trainer)
+        # Ranks that were started separately may each have made their own time stamp; rank 0's counts.
+        mine = (str(chosen), _earlier_fits(chosen)) if trainer.is_global_zero else None
+        told = trainer.strategy.broadcast(mine, src=0)
+        assert told is not None
+        folder, self._earlier = told
+        self.run_dir = Path(folder)
+        self.status.log_for = self.run_dir if trainer.is_global_zero else None
+        self._journal = Journal(self.run_dir, trainer.global_rank, max_bytes=self.max_bytes, listener=self.status.see)
+        self._failures = []
+        self._rates, self._mixture = [], None
+        self._ended = False
+        self._reported_at = time.monotonic()
+        self._reported_closed = self.status.closed
+        context.journal, context.run_dir = self._journal, self.run_dir
+        self._wrap_bar(trainer)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._journal is None or self._ended:
+            return
+        config = _plain_config(self.config)
+        self.context(trainer).write(
+            trainer,
+            "run.started",
+            segment=len(self._earlier),
+            versions=versions(),
+            world_size=trainer.world_size,
+            nodes=trainer.num_nodes,
+            strategy=type(trainer.strategy).__name__,
+            accelerator=type(trainer.accelerator).__name__,
+            precision=str(trainer.precision),
+            accumulate_grad_batches=trainer.accumulate_grad_batches,
+            max_steps=trainer.max_steps,
+            max_epochs=trainer.max_epochs,
+            seeds={"PL_GLOBAL_SEED": os.environ.get("PL_GLOBAL_SEED"), "torch": torch.initial_seed()},
+            model=type(pl_module).__name__,
+            parameters=sum(p.numel() for p in pl_module.parameters()),
+            callbacks=[type(c).__name__ for c in trainer.callbacks],  # type: ignore[attr-defined]
+            step_interval=self.step_interval,
+            config=config,
+            config_sha256=None if config is None else hashlib.sha256(to_json(config).encode()).hexdigest(),
+            command=redact(" ".join(sys.argv)),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )
+        if trainer.is_global_zero and self._earlier and self._earlier[-1] != trainer.world_size:
+            self.context(trainer).write(
+                trainer, "topology.changed", old_world_size=self._earlier[-1], world_size=trainer.world_size
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._journal is not None and not self._ended and trainer.global_step > 0:
+            self.context(trainer).write(
+                trainer,
+                "run.resumed",
+                checkpoint=None if trainer.ckpt_path is None else str(trainer.ckpt_path),
+                epoch=trainer.current_epoch,
+            )
+
+    # --------------------------------------------------------------------------------------------------- each step
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        if self._journal is None or self._ended:
+            return
+        rates = [rate for group in optimizer.param_groups if (rate := _host_number(group["lr"])) is not None]
+        self._watch_rates(trainer, rates)
+        self._watch_mixture(trainer)
+
+    def _watch_rates(self, trainer: Trainer, rates: list[float]) -> None:
+        step = trainer.global_step
+        if self._rates and (step != self._rates[-1][0] + 1 or len(rates) != len(self._rates[-1][1])):
+            self._rates = []  # a rollback, or several optimizers taking turns: no path to compare with
+        if self._rates and (jumped := lr_jump([r for _, r in self._rates], rates)) is not None:
+            group = jumped
+            self.context(trainer).write(
+                trainer, "lr.changed", old=self._rates[-1][1][group], new=rates[group], group=group
+            )
+            self._rates = []
+        self._rates = [*self._rates[-1:], (step, rates)]
+
+    def _watch_mixture(self, trainer: Trainer) -> None:
+        weights: dict[str, float] = {}
+        for loader in _leaves(trainer.train_dataloader):
+            if callable(getattr(loader, "mixture_weights", None)):
+                weights |= _named_weights(loader)
+        old = self._mixture
+        if not weights or (old is not None and not mixture_moved(old, weights)):
+            return
+        self._mixture = weights
+        self.context(trainer).write(trainer, "mixture.changed", weights=weights, old=old)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._journal is None or not self.report or not trainer.is_global_zero:
+            return
+        self._reap_reporter()
+        due = time.monotonic() - self._reported_at >= self.report_every_seconds
+        if self.status.closed > self._reported_closed and due and self._reporter is None:
+            self._reported_closed, self._reported_at = self.status.closed, time.monotonic()
+            self._journal.flush()
+            self._reporter = _start_reporter(self._journal.run_dir)
+
+    # --------------------------------------------------------------------------------------------------------- end
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        # No collective here: the other ranks may never arrive, and a timeout would hide the exception.
+        interrupted = isinstance(exception, KeyboardInterrupt)
+        status = "interrupted" if interrupted else "stopped" if self.status.stopped else "failed"
+        self._end(trainer, status, exception)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._journal is not None:
+            self._journal.flush()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and self._journal is not None and not self._ended:
+            if trainer.world_size > 1:
+                self._journal.flush()
+                trainer.strategy.barrier("lightning_sentinel.RunJournal")  # rank 0 reads what the others have written
+            self._end(trainer, "stopped" if self.status.stopped else "finished", None)
+
+    def _end(self, trainer: Trainer, status: str, exception: BaseException | None) -> None:
+        if self._unwrap_bar is not None:
+            self._unwrap_bar()
+            self._unwrap_bar = None
+        if self._journal is None or self._ended:
+            return
+        self._ended = True
+        context = self.context(trainer)
+        context.write(
+            trainer,
+            "run.ended",
+            status=status,
+            exception=None if exception is None else type(exception).__name__,
+            message=None if exception is None else redact(str(exception))[:500],
+            nominal_steps=context.nominal_steps,
+            applied_steps=context.applied_steps,
+            open_incidents=sorted(self.status.open),
+        )
+        self._journal.close()
+        if trainer.is_global_zero:
+            self._stop_reporter()
+            self._write_summary()
+
+    def _write_summary(self) -> None:
+        """Summary and reports. What fails here is said once and never hides how the training ended."""
+        assert self._journal is not None
+        from ..report.build import write_reports
+
+        failures = [*self._journal.failures, *self._failures]
+        try:
+            result = write_reports(self._journal.run_dir, failures=failures, files=self.report)
+        except Exception as error:
+            log.error("No report for %s: %s: %s", self._journal.run_dir, type(error).__name__, error)
+            return
+        self.summary = result.summary
+        for note in result.notes:
+            log.info("%s", note)
+        for failure in result.summary["failures"]:
+            log.error("%s", failure)
+
+    def _reap_reporter(self) -> None:
+        if self._reporter is None or self._reporter.poll() is None:
+            return
+        if self._reporter.returncode:
+            _, stderr = self._reporter.communicate()
+            lines = redact(stderr.decode(errors="replace")).strip().splitlines() or [
+                f"exit {self._reporter.returncode}"
+            ]
+            self._failures = [f"The report could not be made while training: {lines[-1]}"]
+        elif self._reporter.stderr is not None:
+            self._reporter.stderr.close()
+        self._reporter = None
+
+    def _stop_reporter(self) -> None:
+        if self._reporter is None:
+            return
+        try:
+            self._reporter.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self._reporter.kill()
+            self._reporter.wait()
+        self._reap_reporter()
+
+    # ------------------------------------------------------------------------------------------------ progress bar
+
+    def _wrap_bar(self, trainer: Trainer) -> None:
+        bar = trainer.progress_bar_callback
+        if not self.progress_bar or bar is None or self._unwrap_bar is not None:
+            return
+        original = bar.get_metrics
+
+        def get_metrics(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+            return {**original(trainer, pl_module), "sentinel": self.status.line}
+
+        def unwrap() -> None:
+            bar.__dict__.pop("get_metrics", None)
+
+        bar.get_metrics = get_metrics  # type: ignore[method-assign]
+        self._unwrap_bar = unwrap
+
+
+class Status:
+    """What one line can say about the run, kept from the events as they are written; logs each incident once."""
+
+    def __init__(self) -> None:
+        self.open: set[int] = set()
+        self.closed = 0
+        self.stopped = False
+        self.last_action: str | None = None
+        self.known_good: int | None = None
+        self.log_for: Path | None = None
+
+    def see(self, event: str, step: int, fields: Mapping[str, Any]) -> None:
+        """Take one event in."""
+        if event == "run.started":
+            self.stopped = False
+        elif event.startswith("action."):
+            self.last_action = f"{event.removeprefix('action.')}@{step}"
+            self.stopped = self.stopped or event == "action.stop"
+        elif event == "checkpoint.known_good":
+            self.known_good = int(fields.get("checkpoint_step", fields.get("event_step", step)))
+        elif event in ("incident.opened", "incident.updated", "incident.closed"):
+            self._incident(event, fields.get("incident"))
+
+    def _incident(self, event: str, incident: Any) -> None:
+        if not isinstance(incident, Mapping) or not isinstance(incident.get("number"), int):
+            return
+        number = incident["number"]
+        if event == "incident.closed":
+            self.closed += number in self.open
+            self.open.discard(number)
+        elif event == "incident.opened":
+            self.open.add(number)
+        if self.log_for is not None and event != "incident.updated":
+            level, text = incident_message(event, incident, self.log_for)
+            log.log(level, "%s", text)
+
+    @property
+    def line(self) -> str:
+        """For the progress bar.
+
+        Example:
+            >>> Status().line
+            'ok'
+        """
+        parts = [f"{len(self.open)} open (#{max(self.open)})" if self.open else "ok"]
+        if self.last_action:
+            parts.append(self.last_action)
+        if self.known_good is not None:
+            parts.append(f"good@{self.known_good}")
+        return ", ".join(parts)
+
+
+def incident_message(event: str, incident: Mapping[str, Any], run_dir: Path) -> tuple[int, str]:
+    """Level and text of the log message for an incident that opens or closes."""
+    number, look = incident["number"], f"lightning-sentinel report {run_dir}"
+    if event == "incident.opened":
+        findings = incident.get("findings") or [{}]
+        since = incident.get("since_step", "?")
+        said = findings[0].get("message", "no finding")
+        return (
+            logging.WARNING,
+            f"Incident {number} opened at step {incident.get('opened_step', '?')} (since {since}): {said} Look: {look}",
+        )
+    verdict = incident.get("verdict") or {}
+    culprits = ", ".join(verdict.get("culprits") or ()) or "nobody named"
+    status = str(incident.get("status", "closed"))
+    actions = ", ".join(str(a.get("action")) for a in incident.get("actions") or ()) or "none"
+    text = (
+        f"Incident {number} {status} at step {incident.get('closed_step', '?')}: {verdict.get('kind', 'undetermined')},"
+        f" {culprits}; actions: {actions}. {incident.get('closing', '')}".rstrip()
+    )
+    return logging.ERROR if status == "escalated" else logging.INFO, f"{text} Look: {look}"
+
+
+def lr_jump(before: list[list[float]], now: list[float]) -> int | None:
+    """The first parameter group whose rate is not where its one or two predecessors point, or None.
+
+    A linear warm-up, a cosine and an exponential decay are smooth; a milestone, a reset and a hand on the rate are not.
+
+    Example:
+        >>> lr_jump([[1e-3], [1e-3]], [5e-2])
+        0
+        >>> lr_jump([[0.1], [0.2]], [0.3]) is None
+        True
+    """
+    for group, rate in enumerate(now):
+        last = before[-1][group]
+        expected = 2 * last - before[-2][group] if len(before) > 1 else last
+        # A schedule that starts at 0 jumps to its first rate; one predecessor alone shows no slope.
+        if len(before) == 1 and last == 0:
+            continue
+        scale = max(abs(rate), abs(last))
+        if abs(rate - expected) > LR_JUMP * scale and abs(rate - last) > LR_JUMP * scale:
+            return group
+    return None
+
+
+def mixture_moved(old: Mapping[str, float], new: Mapping[str, float]) -> bool:
+    """Whether a mixture differs visibly from the one journalled last."""
+    return old.keys() != new.keys() or any(abs(old[k] - new[k]) >= MIXTURE_CHANGE for k in new)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the result depends on."""
+    found = {
+        "lightning_sentinel": __version__,
+        "lightning": lightning.__version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def _default_run_dir(trainer: Trainer) -> Path:
+    root = str(trainer.default_root_dir)
+    stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
+    return (Path.cwd() if "://" in root else Path(root)) / "sentinel" / stamp
+
+
+def _earlier_fits(run_dir: Path) -> list[int]:
+    """World sizes of the fits that the journal of rank 0 already holds."""
+    sizes = []
+    for path in journal_files(run_dir, rank=0):
+        try:
+            with path.open("rb") as file:
+                for raw in file:
+                    if b'"event":"run.started"' in raw[:300]:
+                        sizes.append(int(parse_line(raw).get("world_size", 1)))
+        except (OSError, ValueError) as error:
+            log.warning("The earlier journal %s cannot be read whole: %s", path, error)
+    return sizes
+
+
+def _plain_config(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if config is None:
+        return None
+    from omegaconf import DictConfig, OmegaConf
+
+    plain = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else dict(config)
+    redacted: dict[str, Any] = redact(json.loads(to_json(plain)))
+    return redacted
+
+
+def _host_number(value: Any) -> float | None:
+    """A rate as a float; None where reading it would make the host wait for a device."""
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.device.type == "cpu" else None
+    return float(value)
+
+
+def _leaves(loaders: Any) -> Iterator[Any]:
+    """The loaders inside lists, tuples, dicts and ``CombinedLoader``."""
+    if isinstance(loaders, (list, tuple)):
+        for item in loaders:
+            yield from _leaves(item)
+    elif isinstance(loaders, Mapping):
+        for item in loaders.values():
+            yield from _leaves(item)
+    elif hasattr(loaders, "flattened"):
+        yield from loaders.flattened
+    elif loaders is not None:
+        yield loaders
+
+
+def _named_weights(loader: Any) -> dict[str, float]:
+    weights = loader.mixture_weights()
+    if isinstance(weights, Mapping):
+        return {str(k): round(float(v), 6) for k, v in weights.items()}
+    return {str(name): round(float(w), 6) for name, w in zip(loader.sources, weights, strict=True)}
+
+
+def _start_reporter(run_dir: Path) -> subprocess.Popen[bytes] | None:
+    """Make the report in a child: drawing takes a second that the ranks would otherwise spend waiting for this one."""
+    package_root = str(Path(__file__).resolve().parents[2])
+    code = (
+        f"import sys, os; sys.path.insert(0, {package_root!r}); os.nice(10);"
+        f" from lightning_sentinel.cli import main; sys.exit(main(['report', {str(run_dir)!r}, '--quiet']))"
+    )
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=env,
+        )
+    except OSError as error:
+        log.warning("The report is made at the end of the run only: a child process cannot be started (%s).", error)
+        return None
