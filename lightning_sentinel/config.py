@@ -1,0 +1,221 @@
+"""From a Hydra configuration to callbacks, with errors that name the key, the bound and the nearest valid name.
+
+Example:
+    >>> from omegaconf import OmegaConf
+    >>> cfg = OmegaConf.create({"spike": {"_target_": "lightning_sentinel.SpikeDetector", "treshold": 8.0}})
+    >>> try:
+    ...     build_callbacks(cfg)
+    ... except ConfigError as error:
+    ...     print(error)
+    callbacks.spike.treshold is no option of lightning_sentinel.SpikeDetector. Nearest valid name: threshold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from hydra.utils import get_object, instantiate
+from lightning.pytorch import Callback
+from omegaconf import DictConfig, OmegaConf
+
+
+class ConfigError(ValueError):
+    """A key that does not exist, a value of the wrong type or out of its bounds."""
+
+
+def build_callbacks(cfg: DictConfig | Mapping[str, Any] | None, where: str = "callbacks") -> list[Callback]:
+    """The callbacks of a mapping ``name -> node with _target_``, checked, in the order in which they must stand.
+
+    Args:
+        cfg: The ``callbacks`` node. Entries that are None are left out (``callbacks.rollback=null`` removes one).
+        where: Its path in the configuration, for error messages.
+
+    Raises:
+        ConfigError: With the key, what was found, what was expected, and the nearest valid name.
+    """
+    from .callbacks.defaults import in_order
+
+    callbacks = []
+    for name, node in (cfg or {}).items():
+        if node is None:
+            continue
+        if not isinstance(node, Mapping | DictConfig) or "_target_" not in node:
+            raise ConfigError(f"{where}.{name} has no _target_; expected the class of a callback, or null to leave it out.")
+        check_node(node, f"{where}.{name}")
+        callbacks.append(build(node, f"{where}.{name}"))
+    return in_order(callbacks)
+
+
+def build(node: DictConfig | Mapping[str, Any], where: str) -> Any:
+    """``hydra.utils.instantiate`` with the constructor's own error and the key in front."""
+    from hydra.errors import InstantiationException
+
+    try:
+        return instantiate(node)
+    except InstantiationException as error:
+        cause = error.__cause__
+        if isinstance(cause, ValueError | TypeError):
+            raise ConfigError(f"{where}: {cause}") from cause
+        raise
+
+
+def check_node(node: DictConfig | Mapping[str, Any], where: str) -> None:
+    """Compare a ``_target_`` node with the constructor it names: unknown keys and wrong types are errors."""
+    target = node["_target_"]
+    try:
+        factory = get_object(target)
+    except Exception as error:
+        raise ConfigError(f"{where}._target_ is {target!r}, which can't be imported: {error}") from error
+    if not str(target).startswith("lightning_sentinel."):
+        return  # other people's classes may take keyword arguments that we can't know
+    parameters = inspect.signature(factory).parameters
+    try:
+        hints = typing.get_type_hints(factory.__init__)
+    except NameError:
+        hints = {}
+    values = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(node)
+    assert isinstance(values, dict)
+    for key, value in values.items():
+        if str(key).startswith("_") and str(key).endswith("_"):
+            continue
+        if key not in parameters:
+            raise ConfigError(f"{where}.{key} is no option of {target}.{nearest(str(key), parameters)}")
+        hint = hints.get(str(key))
+        if hint is not None and not fits(value, hint):
+            raise ConfigError(f"{where}.{key} is {value!r} ({type(value).__name__}), expected {describe(hint)}.")
+
+
+def nearest(name: str, valid: Sequence[str] | Mapping[str, object]) -> str:
+    """`` Nearest valid name: x.`` or nothing."""
+    close = difflib.get_close_matches(name, [str(v) for v in valid], n=1, cutoff=0.4)
+    return f" Nearest valid name: {close[0]}." if close else f" Valid names: {', '.join(sorted(map(str, valid)))}."
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """True if a plain configuration value fits a type hint, as far as that can be told."""
+    origin = typing.get_origin(hint)
+    if hint is Any or isinstance(hint, typing.TypeVar):
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, h) for h in typing.get_args(hint))
+    if origin is Literal:
+        return value in typing.get_args(hint)
+    if hint is type(None) or hint is None:
+        return value is None
+    if hint is bool:
+        return isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is str:
+        return isinstance(value, str)
+    if hint is Path:
+        return isinstance(value, str | Path)
+    if isinstance(value, Mapping) and "_target_" in value:
+        return True  # an object in the making
+    kind = origin or hint
+    if not inspect.isclass(kind):
+        return True
+    if issubclass(kind, Mapping):
+        return isinstance(value, Mapping)
+    if issubclass(kind, str):
+        return isinstance(value, str)
+    if issubclass(kind, Sequence | set | frozenset | tuple | list):
+        return isinstance(value, list | tuple)
+    if kind is Callable or kind.__module__ == "collections.abc":
+        return callable(value) or isinstance(value, Mapping | list)
+    return True
+
+
+def describe(hint: Any) -> str:
+    """A type hint in words."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(describe(h) for h in typing.get_args(hint))
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(repr(v) for v in typing.get_args(hint))
+    if hint is type(None):
+        return "null"
+    return getattr(hint, "__name__", str(hint))
+
+
+@contextlib.contextmanager
+def suggest_names(config_dir: str | Path, config_name: str = "config") -> Iterator[None]:
+    """Around a Hydra main: when an override names a key that does not exist, say the nearest one that does.
+
+    Hydra reports such a key itself and exits with status 1; this adds the line that saves a look into the documentation.
+
+    Example:
+        ``with suggest_names("configs"): main()``
+    """
+    try:
+        yield
+    except SystemExit as stop:
+        if stop.code == 1:
+            for line in misspelt_overrides(sys.argv[1:], config_dir, config_name):
+                print(line, file=sys.stderr)
+        raise
+
+
+def misspelt_overrides(arguments: Sequence[str], config_dir: str | Path, config_name: str = "config") -> list[str]:
+    """One line for each override whose key is not in the configuration."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        overrides = OverridesParser.create().parse_overrides([a for a in arguments if not a.startswith("-")])
+    except HydraException:
+        return []
+    GlobalHydra.instance().clear()
+    lines = []
+    with initialize_config_dir(str(Path(config_dir).resolve()), version_base="1.3"):
+        cfg = compose(config_name, return_hydra_config=True)
+        loader = GlobalHydra.instance().config_loader()
+        groups = {g for g in _all_groups(loader)}
+        known = {*_keys(cfg), *groups}
+        for override in overrides:
+            key = override.key_or_group
+            if override.is_add() or override.is_delete():
+                continue
+            if key in groups:
+                options = loader.get_group_options(key)
+                value = override.value()
+                if isinstance(value, str) and value not in options and "/" not in value:
+                    lines.append(f"{key}={value}: no such option.{nearest(value, options)}")
+            elif key not in known:
+                close = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.4)
+                lines.append(f"{key}: no such key." + (f" Nearest valid name: {close[0]}" if close else ""))
+    return lines
+
+
+def _all_groups(loader: Any, parent: str = "") -> Iterator[str]:
+    from hydra.core.object_type import ObjectType
+
+    for name in loader.list_groups(parent):
+        path = f"{parent}/{name}" if parent else name
+        if path.startswith("hydra"):
+            continue
+        yield path
+        if ObjectType.GROUP:
+            yield from _all_groups(loader, path)
+
+
+def _keys(cfg: DictConfig, prefix: str = "") -> Iterator[str]:
+    for key in cfg:
+        path = f"{prefix}{key}"
+        yield path
+        if OmegaConf.is_missing(cfg, key) or OmegaConf.is_interpolation(cfg, key):
+            continue
+        value = cfg[key]
+        if isinstance(value, DictConfig):
+            yield from _keys(value, path + ".")
