@@ -1,0 +1,65 @@
+"""Level shifts and rising trends of the loss in a Trainer."""
+
+from __future__ import annotations
+
+from ..detectors.divergence import Divergence
+from .base import DetectorCallback
+
+
+class DivergenceDetector(DetectorCallback):
+    """Finds finite losses that stop returning: a level that shifts and stays, a trend that rises.
+
+    The maths and the reasons are in :class:`lightning_sentinel.detectors.Divergence` and ``docs/detection.md``.
+
+    Example:
+        >>> from lightning_sentinel import DivergenceDetector
+        >>> DivergenceDetector(min_relative=0.05).detector.min_relative
+        0.05
+
+    Findings (nothing is logged to ``trainer.loggers``; every finding is journalled):
+
+    ===============  =========  ======================================================================
+    kind             severity   meaning
+    ===============  =========  ======================================================================
+    ``level_shift``  incident   the loss sits on a higher level; ``since_step``, ``level_before``
+    ``divergence``   incident   the smoothed loss rises; ``since_step``, ``slope_per_1000_steps``, ``best``
+    ===============  =========  ======================================================================
+
+    Args:
+        threshold: Decision bound of the one-sided CUSUM, in standard deviations of the whitened loss.
+        shift: Size of the level shift, in marginal sigma, that the CUSUM is tuned to.
+        min_shift: Smallest shift that counts, in nats.
+        min_relative: Smallest shift that counts, as a fraction of the level before.
+        window: Accepted values from which level, scale and autocorrelation are estimated.
+        warmup: Accepted values before anything is stated.
+        block: Steps averaged to one value of the trend test.
+        blocks: Values in the trend test.
+        trend_z: Mann-Kendall statistic from which a rising trend is a divergence.
+        hold: Steps after an incident in which no second one is stated while the level settles.
+    """
+
+    def __init__(
+        self,
+        threshold: float = Divergence.threshold,
+        shift: float = Divergence.shift,
+        min_shift: float = Divergence.min_shift,
+        min_relative: float = Divergence.min_relative,
+        window: int = Divergence.window,
+        warmup: int = Divergence.warmup,
+        block: int = Divergence.block,
+        blocks: int = Divergence.blocks,
+        trend_z: float = Divergence.trend_z,
+        hold: int = Divergence.hold,
+    ) -> None:
+        self.detector = Divergence(
+            threshold=threshold,
+            shift=shift,
+            min_shift=min_shift,
+            min_relative=min_relative,
+            window=window,
+            warmup=warmup,
+            block=block,
+            blocks=blocks,
+            trend_z=trend_z,
+            hold=hold,
+        )

@@ -1,0 +1,83 @@
+"""Loss spikes in a Trainer."""
+
+from __future__ import annotations
+
+from ..detectors.spike import Spike
+from .base import DetectorCallback
+
+
+class SpikeDetector(DetectorCallback):
+    """Finds jumps of the loss at the step where they happen and follows each to its end.
+
+    The maths and the reasons are in :class:`lightning_sentinel.detectors.Spike` and ``docs/detection.md``.
+
+    Example:
+        >>> from lightning_sentinel import SpikeDetector
+        >>> SpikeDetector(threshold=10.0).detector.threshold
+        10.0
+
+    Findings (nothing is logged to ``trainer.loggers``; every finding is journalled):
+
+    ===============  =========  ======================================================================
+    kind             severity   meaning
+    ===============  =========  ======================================================================
+    ``spike``        alarm      one value out of band
+    ``spike``        incident   a gross jump, or several values out of band
+    ``level_shift``  incident   the spike stays on its level (``evidence["life"]`` is ``escalated``)
+    ``divergence``   incident   the spike keeps growing (``evidence["life"]`` is ``escalated``)
+    ``spike``        event      the spike is over (``evidence["life"]`` is ``recovered``)
+    ===============  =========  ======================================================================
+
+    Args:
+        threshold: Robust sigma above the expected value from which a value is out of band (an alarm).
+        gross: Robust sigma from which one value alone is an incident.
+        gross_relative: Smallest jump that one value alone can make an incident, as a fraction of the expected loss.
+        min_jump: Smallest jump that counts, in nats.
+        min_relative: Smallest jump that counts, as a fraction of the expected loss.
+        confirm: Values in a row out of band that make an incident.
+        window: Accepted values that the scale rests on.
+        level_window: Accepted values that the expected value rests on.
+        warmup: Accepted values before ``threshold`` applies; until then only an explosion is stated.
+        explosion: Multiple of the smallest loss so far that is an explosion during warm-up.
+        scale_floor: Smallest scale, as a fraction of the expected loss.
+        recover_after: Values in a row back inside the band that end a spike.
+        shift_after: Values out of band on one level from which the spike is named a level shift.
+        patience: Records after which a spike that does not end is taken for the new level.
+        restart_window: A spike that starts within this many steps of a restart is marked restart-aligned.
+    """
+
+    def __init__(
+        self,
+        threshold: float = Spike.threshold,
+        gross: float = Spike.gross,
+        gross_relative: float = Spike.gross_relative,
+        min_jump: float = Spike.min_jump,
+        min_relative: float = Spike.min_relative,
+        confirm: int = Spike.confirm,
+        window: int = Spike.window,
+        level_window: int = Spike.level_window,
+        warmup: int = Spike.warmup,
+        explosion: float = Spike.explosion,
+        scale_floor: float = Spike.scale_floor,
+        recover_after: int = Spike.recover_after,
+        shift_after: int = Spike.shift_after,
+        patience: int = Spike.patience,
+        restart_window: int = Spike.restart_window,
+    ) -> None:
+        self.detector = Spike(
+            threshold=threshold,
+            gross=gross,
+            gross_relative=gross_relative,
+            min_jump=min_jump,
+            min_relative=min_relative,
+            confirm=confirm,
+            window=window,
+            level_window=level_window,
+            warmup=warmup,
+            explosion=explosion,
+            scale_floor=scale_floor,
+            recover_after=recover_after,
+            shift_after=shift_after,
+            patience=patience,
+            restart_window=restart_window,
+        )

@@ -1,0 +1,265 @@
+"""One rank away from the others: the failure that a mean hides.
+
+For each rank the detector knows its own usual distance from the median of the ranks (ranks see different data) and its own
+noise. What is left of the distance today, over the noise, is the rank's score; sums over the last two and three steps find
+smaller faults that stay. Works from 2 ranks (each is then judged against its own history) to tens of thousands.
+
+Example:
+    >>> from lightning_sentinel.record import StepRecord
+    >>> [finding] = RankOutlier().observe(StepRecord.from_losses(0, [2.0] * 63 + [40.0]))
+    >>> finding.ranks, finding.culprits
+    ((63,), ('rank:63',))
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..incidents import Finding, FindingKind, Severity
+from ..record import FloatArray, StepRecord
+from .robust import MAD_TO_SIGMA, check_bound, check_count
+
+
+@dataclass(eq=False)
+class RankOutlier:
+    """Names ranks whose loss leaves its usual place among the ranks, and ranks that compute slowly.
+
+    Args:
+        threshold: Score of one step, in robust sigma, from which a rank is named.
+        threshold_2: Same for the sum over two steps divided by sqrt(2).
+        threshold_3: Same for the sum over three steps divided by sqrt(3).
+        cold_threshold: Same while there is too little history, in sigma of the spread between ranks.
+        cold_relative: Smallest distance that counts without history, as a fraction of the median loss.
+        min_jump: Smallest distance that counts, in nats.
+        min_relative: Smallest distance that counts, as a fraction of the median loss.
+        warmup: Records of history before offsets and noise are trusted.
+        memory: Records over which offsets and noise are averaged.
+        max_named: Ranks named in one finding, worst first.
+        straggler: Multiple of the median compute time from which a rank is slow.
+        straggler_steps: Steps in a row that make a slow rank a straggler.
+    """
+
+    threshold: float = 7.5
+    threshold_2: float = 7.0
+    threshold_3: float = 6.6
+    cold_threshold: float = 10.0
+    cold_relative: float = 0.5
+    min_jump: float = 0.02
+    min_relative: float = 0.01
+    warmup: int = 16
+    memory: int = 100
+    max_named: int = 16
+    straggler: float = 1.5
+    straggler_steps: int = 20
+    name: ClassVar[str] = "rank_outlier"
+
+    def __post_init__(self) -> None:
+        for field, value in (
+            ("threshold", self.threshold),
+            ("threshold_2", self.threshold_2),
+            ("threshold_3", self.threshold_3),
+            ("cold_threshold", self.cold_threshold),
+        ):
+            check_bound("RankOutlier", field, value, above=0.0)
+        check_bound("RankOutlier", "cold_relative", self.cold_relative, above=0.0)
+        check_bound("RankOutlier", "min_jump", self.min_jump, least=0.0)
+        check_bound("RankOutlier", "min_relative", self.min_relative, least=0.0)
+        check_count("RankOutlier", "warmup", self.warmup, least=4)
+        check_count("RankOutlier", "memory", self.memory, least=self.warmup)
+        check_count("RankOutlier", "max_named", self.max_named, least=1)
+        check_bound("RankOutlier", "straggler", self.straggler, above=1.0)
+        check_count("RankOutlier", "straggler_steps", self.straggler_steps, least=1)
+        self._seen = 0
+        self._offset: FloatArray = np.empty(0)
+        self._noise: FloatArray = np.empty(0)  # per-rank mean square
+        self._common = math.nan
+        self._last: FloatArray = np.empty((2, 0))  # scores of the two steps before
+        self._named: set[int] = set()
+        self._slow: FloatArray = np.empty(0)
+        self._slow_named: set[int] = set()
+
+    def observe(self, record: StepRecord) -> list[Finding]:
+        if record.world_size < 2:
+            return []
+        if len(self._offset) != record.world_size:
+            self._start(record.world_size)
+        return self._losses(record) + self._times(record)
+
+    def _start(self, world_size: int) -> None:
+        self._seen = 0
+        self._offset, self._noise = np.zeros(world_size), np.zeros(world_size)
+        self._common = math.nan
+        self._last = np.zeros((2, world_size))
+        self._named = set()
+        self._slow = np.zeros(world_size)
+        self._slow_named = set()
+
+    def _losses(self, record: StepRecord) -> list[Finding]:
+        loss, tokens = record.column("loss_nats"), record.column("supervised_tokens")
+        used = np.isfinite(loss) & (tokens > 0)
+        if used.sum() < 2:
+            return []
+        everywhere = bool(used.all())
+        common = float(np.median(loss if everywhere else loss[used]))
+        deviation = np.where(used, loss - common, 0.0)
+        residual = np.where(used, deviation - self._offset, 0.0)
+        # A mean over fewer tokens is noisier by the square root; at most by a factor of four, whatever a rank claims.
+        weight = np.sqrt(np.clip(tokens / float(np.median(tokens[used])), 1 / 16, 16.0))
+        least = max(self.min_jump, self.min_relative * abs(common))
+        if self._seen < self.warmup:
+            spread = MAD_TO_SIGMA * float(np.median(np.abs(residual[used])))
+            if record.world_size < 4:
+                spread = math.inf if self._seen < 4 else max(spread, float(np.sqrt(self._noise.max())))
+            scale = np.full(record.world_size, max(spread, 0.01 * abs(common), 1e-9))
+            least = max(least, self.cold_relative * abs(common))
+            thresholds = (self.cold_threshold, self.cold_threshold, self.cold_threshold)
+        else:
+            pooled = float(np.median(self._noise))
+            scale = np.sqrt(np.maximum(self._noise, pooled)) / weight
+            scale = np.maximum(scale, max(1e-4 * abs(common), 1e-9))
+            thresholds = (self.threshold, self.threshold_2, self.threshold_3)
+        score = residual / scale
+        if record.world_size < 4:
+            # The median of two or three is no majority: the rank must also have left its own level upwards.
+            risen = loss - (self._common + self._offset)
+            score = np.where(risen > 0.5 * residual, score, np.minimum(score, 0.0))
+        sums = np.stack(
+            (score, (score + self._last[0]) / math.sqrt(2), (score + self._last[0] + self._last[1]) / math.sqrt(3))
+        )
+        over = sums > np.array(thresholds)[:, None]
+        bad = over.any(axis=0) & (residual >= least)
+        fresh = sorted(set(np.flatnonzero(bad).tolist()) - self._named, key=lambda r: -float(score[r]))
+        findings = (
+            [self._finding(record, fresh, loss, common, residual, scale, sums, over, thresholds)] if fresh else []
+        )
+        self._accept(deviation, residual, weight, score, used & ~bad & (score < 6.0), common, bad)
+        self._last = np.stack((np.clip(score, -3.0, 10.0), self._last[0]))
+        # Named once for as long as it stays away.
+        self._named = {r for r in self._named | set(fresh) if score[r] > 0.5 * thresholds[0]}
+        return findings
+
+    def _accept(
+        self,
+        deviation: FloatArray,
+        residual: FloatArray,
+        weight: FloatArray,
+        score: FloatArray,
+        good: Any,
+        common: float,
+        bad: Any,
+    ) -> None:
+        if bad.mean() > 0.5:
+            return
+        self._seen += 1
+        rate = max(1.0 / self._seen, 1.0 / self.memory)
+        self._offset += np.where(good, rate * residual, 0.0)
+        # The offset moves by `rate` towards the value, so the error left is (1 - rate) of it; the first says nothing.
+        if self._seen > 1:
+            noise_rate = max(1.0 / (self._seen - 1), 1.0 / self.memory)
+            square = (residual * weight) ** 2 * (1 - rate)
+            self._noise += np.where(good, noise_rate * (square - self._noise), 0.0)
+        self._common = common if math.isnan(self._common) else self._common + 0.2 * (common - self._common)
+
+    def _finding(
+        self,
+        record: StepRecord,
+        fresh: list[int],
+        loss: FloatArray,
+        common: float,
+        residual: FloatArray,
+        scale: FloatArray,
+        sums: FloatArray,
+        over: Any,
+        thresholds: tuple[float, ...],
+    ) -> Finding:
+        worst = fresh[0]
+        length = int(np.argmax(over[:, worst]))
+        named = tuple(fresh[: self.max_named])
+        more = f" ({len(fresh)} ranks in all)" if len(fresh) > 1 else ""
+        self_offset = float(self._offset[worst])
+        return Finding(
+            kind=FindingKind.RANK_OUTLIER,
+            detector=self.name,
+            step=record.step,
+            score=float(sums[length, worst]),
+            threshold=thresholds[length],
+            unit="robust sigma",
+            severity=Severity.INCIDENT,
+            since_step=record.step - length,
+            ranks=named,
+            culprits=tuple(f"rank:{r}" for r in named),
+            window=min(self._seen, self.memory),
+            message=f"Rank {worst} is at loss {loss[worst]:.4f} at step {record.step}{more}; the median of"
+            f" {record.world_size} ranks is {common:.4f} and this rank's usual offset {self_offset:+.4f}, so it is"
+            f" {residual[worst]:.4f} nats or {sums[length, worst]:.1f} robust sigma off over {length + 1} step(s) (sigma"
+            f" {scale[worst]:.4f}, limit {thresholds[length]:g}); the mean, {record.mean_loss:.4f}, hides it.",
+            evidence={
+                "loss": float(loss[worst]),
+                "median": common,
+                "mean": record.mean_loss,
+                "offset": self_offset,
+                "steps": length + 1,
+            },
+        )
+
+    def _times(self, record: StepRecord) -> list[Finding]:
+        busy = record.column("step_seconds") - record.column("data_seconds")
+        if not np.isfinite(busy).all():
+            return []
+        usual = float(np.median(busy))
+        if usual <= 0:
+            return []
+        slow = busy > self.straggler * usual
+        self._slow = np.where(slow, self._slow + 1, 0.0)
+        self._slow_named &= set(np.flatnonzero(slow).tolist())
+        fresh = sorted(set(np.flatnonzero(self._slow >= self.straggler_steps).tolist()) - self._slow_named)
+        if not fresh:
+            return []
+        self._slow_named |= set(fresh)
+        worst = max(fresh, key=lambda r: float(busy[r]))
+        named = tuple(fresh[: self.max_named])
+        return [
+            Finding(
+                kind=FindingKind.STRAGGLER,
+                detector=self.name,
+                step=record.step,
+                score=float(busy[worst]) / usual,
+                threshold=self.straggler,
+                unit="x median compute time",
+                severity=Severity.ALARM,
+                since_step=record.step - self.straggler_steps + 1,
+                ranks=named,
+                culprits=tuple(f"rank:{r}" for r in named),
+                window=self.straggler_steps,
+                message=f"Rank {worst} computes for {busy[worst]:.3f} s at step {record.step} (data wait left out), the median"
+                f" rank for {usual:.3f} s: {busy[worst] / usual:.2f} times, above {self.straggler:g} for"
+                f" {self.straggler_steps} steps in a row.",
+                evidence={"seconds": float(busy[worst]), "median_seconds": usual},
+            )
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "seen": self._seen,
+            "offset": self._offset.copy(),
+            "noise": self._noise.copy(),
+            "common": self._common,
+            "last": self._last.copy(),
+            "named": sorted(self._named),
+            "slow": self._slow.copy(),
+            "slow_named": sorted(self._slow_named),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._seen = int(state["seen"])
+        self._offset = np.array(state["offset"], dtype=np.float64)
+        self._noise = np.array(state["noise"], dtype=np.float64)
+        self._common = float(state["common"])
+        self._last = np.array(state["last"], dtype=np.float64)
+        self._named = set(state["named"])
+        self._slow = np.array(state["slow"], dtype=np.float64)
+        self._slow_named = set(state["slow_named"])
