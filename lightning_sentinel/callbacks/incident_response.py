@@ -36,6 +36,7 @@ from .rollback import Rollback, RollbackUnavailable
 log = logging.getLogger("lightning_sentinel")
 
 EXIT_CODE_STOPPED = 77
+MIN_HISTORY = 8  # losses that a forecast needs at least
 
 
 class TrainingStopped(SystemExit):
@@ -592,7 +593,7 @@ class IncidentResponse(SentinelCallback):
             watch.healthy.append((record.step, watch.loss(record, self._gone(trainer))))
             if len(watch.healthy) < self.probation_steps:
                 continue
-            incident.path_z = watch.path_z(self._gone(trainer), len(record.sources) > 1)
+            incident.path_z = watch.path_z(self._gone(trainer))
             incident.closed_step = record.step
             back = incident.path_z is None or incident.path_z <= self.recovered_z
             if not back and len(watch.healthy) < 3 * self.probation_steps:
@@ -708,7 +709,7 @@ class _Watch:
         tokens = np.concatenate([record.column(SOURCE_TOKENS + s) for s in left])
         return weighted_mean(losses, tokens)
 
-    def path_z(self, gone: frozenset[str], mixture: bool) -> float | None:
+    def path_z(self, gone: frozenset[str]) -> float | None:
         """Distance of the recent median loss from the forecast made before the incident, in robust sigma."""
         steps, losses = [], []
         for entry in self.before:
@@ -720,10 +721,10 @@ class _Watch:
                 steps.append(entry["step"])
                 losses.append(loss)
         after = [(s, x) for s, x in self.healthy if np.isfinite(x)]
-        band = ForecastBand.fit(steps, losses)
-        if band is None or not after:
+        if len(losses) < MIN_HISTORY or not after:
             return None
-        return band.path_z([s for s, _ in after], [x for _, x in after])
+        band = ForecastBand.fit(zip(steps, losses, strict=True))
+        return float(np.median([band.z(step, loss) for step, loss in after]))
 
     def state_dict(self) -> dict[str, Any]:
         return vars(self) | {"examined": [str(k) for k in self.examined]}

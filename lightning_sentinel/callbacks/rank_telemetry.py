@@ -19,7 +19,7 @@ from ..data.identity import sample_ids, supervised_token_count, token_count
 from ..detectors.nonfinite import NonFinite
 from ..incidents import Finding, Severity
 from ..record import SIGNAL_INDEX, SIGNALS, SOURCE_LOSS, SOURCE_TOKENS, StepRecord, source_signals
-from .base import SentinelCallback, find_callback
+from .base import SentinelCallback
 
 log = logging.getLogger("lightning_sentinel")
 
@@ -235,16 +235,14 @@ class RankTelemetry(SentinelCallback):
                 findings.extend(callback.observe(record))
         findings.extend(self._other_findings(trainer, record))
 
-        from .incident_response import IncidentResponse
-
-        response = find_callback(trainer, IncidentResponse)
+        response = next((c for c in trainer.callbacks if hasattr(c, "decide")), None)  # type: ignore[attr-defined]
         if response is not None:
             response.decide(trainer, pl_module, optimizer, record, findings)
         else:
             for finding in findings:
                 context.write(trainer, "finding", finding=finding.to_dict())
         skipped_by_scaler = bool(record.column("nonfinite_grads").any()) and _has_scaler(trainer)
-        applied = not context.held and not skipped_by_scaler and not record.column("missing_grads").all()
+        applied = self._has_grads and not context.held and not skipped_by_scaler
         context.applied_steps += applied
         if not context.held and not any(f.severity is Severity.INCIDENT for f in findings):
             context.history.append(record)
@@ -256,6 +254,7 @@ class RankTelemetry(SentinelCallback):
         now = time.perf_counter()
         step_seconds, self._clock = now - self._clock, now
         grads = gradients(optimizer)
+        self._has_grads = bool(grads)
         sharded = is_sharded(optimizer)
         device = trainer.strategy.root_device
         scale = _scale_of_gradients(trainer, optimizer)
@@ -533,4 +532,4 @@ def _loader_sources(trainer: Trainer) -> Sequence[str]:
     return [str(getattr(s, "name", s)) for s in sources]
 
 
-__all__ = ["RankTelemetry", "SOURCE_LOSS", "SOURCE_TOKENS", "token_probability"]
+__all__ = ["SOURCE_LOSS", "SOURCE_TOKENS", "RankTelemetry", "token_probability"]

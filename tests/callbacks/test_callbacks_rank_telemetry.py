@@ -1,0 +1,239 @@
+"""RankTelemetry in real Trainer runs: every signal has the right value, however the user trains."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sentinel import RankTelemetry
+from lightning_sentinel.callbacks.rank_telemetry import token_probability
+from lightning_sentinel.context import context_of
+from lightning_sentinel.record import SIGNAL_INDEX, StepRecord
+
+
+class Sink:
+    """Keeps events in memory."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def write(self, event: str, **fields: Any) -> None:
+        self.events.append({"event": event, **fields})
+
+    def flush(self) -> None:
+        return None
+
+    def steps(self) -> list[dict[str, Any]]:
+        return [e for e in self.events if e["event"] == "step"]
+
+
+class Net(L.LightningModule):
+    def __init__(self, manual: bool = False, returns: str = "tensor", rate: float = 0.1) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.automatic_optimization = not manual
+        self.returns, self.rate = returns, rate
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.records: list[StepRecord] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch["x"] if isinstance(batch, dict) else batch[0] if isinstance(batch, list | tuple) else batch
+        loss = self.layer(x).square().mean()
+        self.losses.append(loss.item())
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            return None
+        if self.returns == "none" and batch_idx == 1:
+            return None
+        return {"loss": loss} if self.returns == "dict" else loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        grads = [p.grad.double() for p in self.parameters() if p.grad is not None]
+        self.norms.append(math.sqrt(sum(float(g.square().sum()) for g in grads)))
+        self.records.append(context_of(self.trainer).record)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), self.rate)
+
+
+def fit(
+    module: Net, telemetry: RankTelemetry | None = None, data: Any = None, **options: Any
+) -> tuple[L.Trainer, Sink]:
+    sink = Sink()
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(24, 3)) if data is None else data
+    trainer = L.Trainer(
+        **{
+            "max_epochs": 1,
+            "accelerator": "cpu",
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "callbacks": [telemetry or RankTelemetry()],
+            **options,
+        }
+    )
+    context_of(trainer).journal = sink
+    trainer.fit(module, DataLoader(data, batch_size=4))
+    return trainer, sink
+
+
+def test_loss_and_gradient_norm_are_read_as_the_user_means_them() -> None:
+    module = Net()
+    _, sink = fit(module)
+    assert [e["loss"] for e in sink.steps()] == pytest.approx(module.losses, rel=1e-7)
+    assert [e["grad_norm"] for e in sink.steps()] == pytest.approx(module.norms, rel=1e-6)
+    assert [e["step"] for e in sink.steps()] == list(range(6))
+    assert [e["tokens"] for e in sink.steps()] == [4, 8, 12, 16, 20, 24]  # no tokens in this batch: samples count
+
+
+def test_accumulation_does_not_divide_the_loss() -> None:
+    module = Net()
+    _, sink = fit(module, accumulate_grad_batches=3)
+    expected = [np.mean(module.losses[:3]), np.mean(module.losses[3:])]
+    assert [e["loss"] for e in sink.steps()] == pytest.approx(expected, rel=1e-6)
+    assert [len(e["sample_ids"]) for e in sink.steps()] == [12, 12]
+
+
+def test_the_last_incomplete_window_is_still_the_mean_of_its_micro_batches() -> None:
+    module = Net()
+    _, sink = fit(module, accumulate_grad_batches=4)
+    expected = [np.mean(module.losses[:4]), np.mean(module.losses[4:])]
+    assert [e["loss"] for e in sink.steps()] == pytest.approx(expected, rel=1e-6)
+
+
+def test_manual_optimization() -> None:
+    module = Net(manual=True)
+    _, sink = fit(module)
+    assert [e["loss"] for e in sink.steps()] == pytest.approx(module.losses, rel=1e-7)
+    assert [e["grad_norm"] for e in sink.steps()] == pytest.approx(module.norms, rel=1e-6)
+
+
+@pytest.mark.parametrize("returns", ["tensor", "dict"])
+def test_fp16_gradients_and_losses_are_reported_unscaled(returns: str) -> None:
+    module = Net(returns=returns)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    _, sink = fit(module, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    assert [e["loss"] for e in sink.steps()] == pytest.approx(module.losses, rel=2e-3)
+    assert [e["grad_norm"] for e in sink.steps()] == pytest.approx(module.norms, rel=1e-6)
+    assert {e["loss_scale"] for e in sink.steps()} == {1024.0}
+
+
+@pytest.mark.filterwarnings("ignore:.*`training_step` returned `None`.*")
+def test_a_training_step_that_returns_none_is_not_an_alarm() -> None:
+    module = Net(returns="none")
+    _, sink = fit(module)
+    assert math.isnan(sink.steps()[1]["loss"])
+    assert [e["applied"] for e in sink.steps()] == [True, False, True, True, True, True]
+    assert sink.steps()[-1]["applied_steps"] == 5
+    assert [e for e in sink.events if e["event"] == "finding"] == []
+
+
+@pytest.mark.parametrize("kind", ["tensor", "tuple", "dict"])
+def test_any_batch_layout(kind: str) -> None:
+    x = torch.randn(8, 3)
+    data: Any = {
+        "tensor": list(x),
+        "tuple": [(row, 0) for row in x],
+        "dict": [{"x": row} for row in x],
+    }[kind]
+    _, sink = fit(Net(), data=data)
+    assert len(sink.steps()) == 2
+    assert all(len(set(e["sample_ids"])) == 4 for e in sink.steps())
+
+
+def test_a_finite_gradient_of_1e20_is_not_read_as_infinite() -> None:
+    class Big(Net):
+        def on_after_backward(self) -> None:
+            self.layer.weight.grad.fill_(1e20)
+            self.layer.bias.grad.zero_()
+
+    module = Big(rate=0.0)
+    _, sink = fit(module)
+    assert sink.steps()[0]["grad_norm"] == pytest.approx(1e20 * math.sqrt(3), rel=1e-6)
+    assert module.records[0].column("nonfinite_grads").tolist() == [0.0]
+
+
+def test_update_norm_at_its_interval() -> None:
+    module = Net(rate=0.5)
+    _, sink = fit(module, RankTelemetry(update_norm_every_n_steps=2))
+    norms = [e["update_norm"] for e in sink.steps()]
+    assert math.isnan(norms[0])
+    assert norms[1] == norms[2] == pytest.approx(0.5 * module.norms[0], rel=1e-5)
+    assert norms[3] == pytest.approx(0.5 * module.norms[2], rel=1e-5)
+
+
+def test_nothing_is_changed_by_watching() -> None:
+    torch.manual_seed(3)
+    watched = Net()
+    fit(watched)
+    torch.manual_seed(3)
+    bare = Net()
+    fit(bare, callbacks=[])
+    assert watched.losses == bare.losses
+    assert torch.equal(watched.layer.weight, bare.layer.weight)
+
+
+def test_two_fits_on_one_trainer() -> None:
+    module = Net()
+    trainer, sink = fit(module)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, DataLoader(TensorDataset(torch.randn(24, 3)), batch_size=4))
+    assert [e["step"] for e in sink.steps()] == list(range(12))
+
+
+@pytest.mark.parametrize("options", [{"fast_dev_run": True}, {"limit_train_batches": 1}])
+def test_short_runs(options: dict[str, Any]) -> None:
+    _, sink = fit(Net(), **options)
+    assert len(sink.steps()) == 1
+
+
+def test_lbfgs_is_refused_with_the_reason() -> None:
+    class Second(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters())
+
+    with pytest.raises(ValueError, match="found LBFGS, which calls its closure several times a step"):
+        fit(Second())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"update_norm_every_n_steps": -1}, "update_norm_every_n_steps is -1, expected 0 \\(never\\) or more"),
+        ({"vocabulary_size": 1}, "vocabulary_size is 1, expected at least 2 or None"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RankTelemetry(**options)
+
+
+def test_arithmetic_of_averaging() -> None:
+    assert round(token_probability(2.05), 3) == 0.129
+    assert round(token_probability(2.90), 3) == 0.055
+    record = StepRecord.from_losses(5, [2.0] * 41 + [40.0] + [2.0] * 22)
+    assert round(record.mean_loss, 3) == 2.594
+    assert (record.worst_rank, record.step) == (41, 5)
+    large = StepRecord.from_losses(5, [2.0] * 700 + [40.0] + [2.0] * 323)
+    assert round(large.mean_loss - 2.0, 3) == 0.037
+    assert large.worst_rank == 700
+
+
+def test_ranks_without_supervised_tokens_do_not_move_the_mean() -> None:
+    record = StepRecord.from_losses(0, [math.nan, 2.0, 4.0], supervised_tokens=[0, 10, 30])
+    assert record.mean_loss == 3.5
+    assert record.values.shape == (3, len(SIGNAL_INDEX))
