@@ -207,28 +207,30 @@ def sample_ids(batch: Any, sample_id_fn: SampleIdFn | None = None) -> list[str]:
     content hash per sample, written ``hash/<16 hex digits>``. A batch without any tensor has no ids.
     """
     own = _own_ids(batch)
-    if own:
+    if own is not None:
         return own
     if sample_id_fn is not None:
         return [str(i) for i in sample_id_fn(batch)]
     return content_ids(batch)
 
 
-def _own_ids(batch: Any) -> list[str]:
-    if not is_container(batch):
-        return []
-    found: list[str] = []
-    for key, child in _items(batch):
-        if key in ID_KEYS and child is not None and not isinstance(batch, (list, tuple)):
-            return list(_as_ids(child))
-        if is_container(child):
-            found += _own_ids(child)
-    return found
+def _own_ids(batch: Any) -> list[str] | None:
+    """Ids that the loader brought, of a nested batch one part after the other; None where it brought none."""
+    if _is_mapping(batch):
+        for key in ID_KEYS:
+            if batch.get(key) is not None:
+                return list(_as_ids(batch[key]))
+    elif _is_record(batch):
+        for key in ID_KEYS:
+            if getattr(batch, key, None) is not None:
+                return list(_as_ids(getattr(batch, key)))
+    nested = [own for _, child in _items(batch) if is_container(child) and (own := _own_ids(child)) is not None]
+    return [name for own in nested for name in own] if nested else None
 
 
 def has_own_ids(batch: Any) -> bool:
     """True where the loader brought its ids."""
-    return bool(_own_ids(batch))
+    return _own_ids(batch) is not None
 
 
 def content_ids(batch: Any) -> list[str]:

@@ -125,7 +125,7 @@ class Schedule:
     @property
     def ever_used(self) -> npt.NDArray[np.bool_]:
         """Which sources have a weight > 0 at some draw, ``[n_sources]``."""
-        return (self.weights > 0).any(axis=0)
+        return np.asarray((self.weights > 0).any(axis=0))
 
 
 def _knot_draw(knot: Any) -> int:
