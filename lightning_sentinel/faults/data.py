@@ -139,7 +139,7 @@ class CorruptBatch(DataFault):
             targets[row] = torch.where(targets[row] == self.ignore_index, targets[row], noise[1:].to(targets))
         put(moment.batch, self.input_key, tokens)
         put(moment.batch, self.target_key, targets)
-        return {"tokens": len(rows) * tokens.shape[1]}
+        return {"tokens_replaced": len(rows) * tokens.shape[1]}
 
 
 class OutOfRangeToken(DataFault):
@@ -152,7 +152,9 @@ class OutOfRangeToken(DataFault):
 
     default_name = "out_of_range_token"
 
-    def __init__(self, step: int, token: int = 256, position: int = 7, samples: int | None = 1, **options: Any) -> None:
+    def __init__(
+        self, step: int, token: int = 1_000_000, position: int = 7, samples: int | None = 1, **options: Any
+    ) -> None:
         super().__init__(step, samples=samples, **options)
         self.token, self.position = token, position
 

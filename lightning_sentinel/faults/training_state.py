@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from ..state.lightning_private import fetcher_of, train_loaders
 from .base import Fault, Moment, nearest
 
 if TYPE_CHECKING:
@@ -165,28 +165,33 @@ class SchedulerReset(Fault):
         self._restarted = moment.step > 0
         if not self._restarted or not self.due(moment) or self.fired:
             return
-        schedulers = [config.scheduler for config in moment.trainer.lr_scheduler_configs]
-        if not schedulers:
+        live = [config.scheduler for config in moment.trainer.lr_scheduler_configs]
+        if not live:
             raise ValueError(
-                f"{self.name}: the module has no learning-rate scheduler; configure_optimizers returns one."
+                f"{self.name}: the module has no learning-rate scheduler; return one from configure_optimizers."
             )
         before = [group["lr"] for o in moment.trainer.optimizers for group in o.param_groups]
-        for scheduler in schedulers:
-            start_over(scheduler)
+        # What a restart does that never loads the schedule: build it anew.
+        with torch.random.fork_rng():
+            fresh = schedulers_of(moment.module.configure_optimizers())
+        for scheduler, new in zip(live, fresh, strict=True):
+            scheduler.load_state_dict(new.state_dict())
+            for group, new_group in zip(scheduler.optimizer.param_groups, new.optimizer.param_groups, strict=True):
+                group["lr"] = new_group["lr"]
         after = [group["lr"] for o in moment.trainer.optimizers for group in o.param_groups]
         self.struck(moment, rate_before=before[0], rate=after[0])
 
 
-def start_over(scheduler: Any) -> None:
-    """Bring a scheduler, with all that it is made of, to where its constructor leaves it."""
-    optimizer: Optimizer = scheduler.optimizer
-    if any("initial_lr" not in group for group in optimizer.param_groups):
-        raise ValueError(f"scheduler_reset: {type(scheduler).__name__} keeps no initial rate to go back to.")
-    for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"]
-    for part in (*getattr(scheduler, "_schedulers", ()), scheduler):
-        part.last_epoch, part._step_count = -1, 0
-    scheduler.step()
+def schedulers_of(configured: Any) -> list[Any]:
+    """The schedulers in what ``configure_optimizers`` returns, in any of its forms."""
+    if isinstance(configured, dict):
+        found = configured.get("lr_scheduler")
+        return [] if found is None else [found["scheduler"] if isinstance(found, dict) else found]
+    if isinstance(configured, list | tuple):
+        if len(configured) == 2 and all(isinstance(part, list) for part in configured):
+            return [found["scheduler"] if isinstance(found, dict) else found for found in configured[1]]
+        return [scheduler for part in configured for scheduler in schedulers_of(part)]
+    return []
 
 
 class CursorRewind(Fault):
@@ -207,28 +212,22 @@ class CursorRewind(Fault):
         if self._states is None:
             self._states = [
                 copy.deepcopy(loader.state_dict()) if hasattr(loader, "state_dict") else None
-                for loader in loaders(moment.trainer)
+                for loader in train_loaders(moment.trainer)
             ]
 
     def on_batch_end(self, moment: Moment) -> None:
         if not self.due(moment, moment.trainer.global_step) or self.fired >= (self.duration or 1):
             return
-        for loader, state in zip(loaders(moment.trainer), self._states or (), strict=True):
+        for loader, state in zip(train_loaders(moment.trainer), self._states or (), strict=True):
             if state is not None:
                 loader.load_state_dict(copy.deepcopy(state))
         restart_iteration(moment.trainer)
         self.struck(moment, loaders=len(self._states or ()))
 
 
-def loaders(trainer: Trainer) -> list[Any]:
-    """The train loaders, flat."""
-    return list(tree_leaves(trainer.train_dataloader))
-
-
 def restart_iteration(trainer: Trainer) -> None:
     """Make the train loaders' iterators anew; how far the epoch has come is left as it is."""
-    fetcher = trainer.fit_loop._data_fetcher  # Lightning 2.6.6
-    assert fetcher is not None
+    fetcher = fetcher_of(trainer)
     fetched = fetcher.fetched
     iter(fetcher)
     fetcher.fetched = fetched
