@@ -18,7 +18,7 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,11 +44,14 @@ def build_callbacks(cfg: DictConfig | Mapping[str, Any] | None, where: str = "ca
     from .callbacks.defaults import in_order
 
     callbacks = []
-    for name, node in (cfg or {}).items():
+    for key, node in (cfg or {}).items():
+        name = str(key)
         if node is None:
             continue
         if not isinstance(node, Mapping | DictConfig) or "_target_" not in node:
-            raise ConfigError(f"{where}.{name} has no _target_; expected the class of a callback, or null to leave it out.")
+            raise ConfigError(
+                f"{where}.{name} has no _target_; expected the class of a callback, or null to leave it out."
+            )
         check_node(node, f"{where}.{name}")
         callbacks.append(build(node, f"{where}.{name}"))
     return in_order(callbacks)
@@ -83,12 +86,13 @@ def check_node(node: DictConfig | Mapping[str, Any], where: str) -> None:
         hints = {}
     values = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(node)
     assert isinstance(values, dict)
-    for key, value in values.items():
-        if str(key).startswith("_") and str(key).endswith("_"):
+    for name, value in values.items():
+        key = str(name)
+        if key.startswith("_") and key.endswith("_"):
             continue
         if key not in parameters:
-            raise ConfigError(f"{where}.{key} is no option of {target}.{nearest(str(key), parameters)}")
-        hint = hints.get(str(key))
+            raise ConfigError(f"{where}.{key} is no option of {target}.{nearest(key, parameters)}")
+        hint = hints.get(key)
         if hint is not None and not fits(value, hint):
             raise ConfigError(f"{where}.{key} is {value!r} ({type(value).__name__}), expected {describe(hint)}.")
 
@@ -131,7 +135,7 @@ def fits(value: Any, hint: Any) -> bool:
         return isinstance(value, str)
     if issubclass(kind, Sequence | set | frozenset | tuple | list):
         return isinstance(value, list | tuple)
-    if kind is Callable or kind.__module__ == "collections.abc":
+    if kind.__module__ == "collections.abc":
         return callable(value) or isinstance(value, Mapping | list)
     return True
 
@@ -181,7 +185,7 @@ def misspelt_overrides(arguments: Sequence[str], config_dir: str | Path, config_
     with initialize_config_dir(str(Path(config_dir).resolve()), version_base="1.3"):
         cfg = compose(config_name, return_hydra_config=True)
         loader = GlobalHydra.instance().config_loader()
-        groups = {g for g in _all_groups(loader)}
+        groups = set(_all_groups(loader))
         known = {*_keys(cfg), *groups}
         for override in overrides:
             key = override.key_or_group
@@ -199,19 +203,17 @@ def misspelt_overrides(arguments: Sequence[str], config_dir: str | Path, config_
 
 
 def _all_groups(loader: Any, parent: str = "") -> Iterator[str]:
-    from hydra.core.object_type import ObjectType
-
     for name in loader.list_groups(parent):
         path = f"{parent}/{name}" if parent else name
         if path.startswith("hydra"):
             continue
         yield path
-        if ObjectType.GROUP:
-            yield from _all_groups(loader, path)
+        yield from _all_groups(loader, path)
 
 
 def _keys(cfg: DictConfig, prefix: str = "") -> Iterator[str]:
-    for key in cfg:
+    for name in cfg:
+        key = str(name)
         path = f"{prefix}{key}"
         yield path
         if OmegaConf.is_missing(cfg, key) or OmegaConf.is_interpolation(cfg, key):

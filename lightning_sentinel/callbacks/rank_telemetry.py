@@ -39,7 +39,9 @@ def token_probability(loss_nats: float) -> float:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; any other tensor as it is."""
-    return getattr(tensor, "_local_tensor", tensor)
+    part = getattr(tensor, "_local_tensor", tensor)
+    assert isinstance(part, Tensor)
+    return part
 
 
 def gradients(optimizer: Optimizer) -> list[Tensor]:
@@ -493,8 +495,9 @@ def _has_scaler(trainer: Trainer) -> bool:
 
 def _scale_of_gradients(trainer: Trainer, optimizer: Optimizer) -> Tensor | float:
     """What the gradients at the gate are still multiplied by: 1 unless a fused optimizer unscales by itself."""
-    if _has_scaler(trainer) and getattr(optimizer, "_step_supports_amp_scaling", False):
-        scale: Tensor = trainer.precision_plugin.scaler._get_scale_async().double().reshape(())  # type: ignore[union-attr]
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is not None and scaler.is_enabled() and getattr(optimizer, "_step_supports_amp_scaling", False):
+        scale: Tensor = scaler._get_scale_async().double().reshape(())
         return scale
     return 1.0
 
