@@ -1,0 +1,296 @@
+"""Names the first non-finite value of a step: what made it, where, for which samples, on which rank."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..context import context_of
+from ..record import StepRecord
+from . import _private
+from .origin import TRAINING_STEP, Origin, is_bad
+from .peers import Peers
+from .replay import ReplayResult, local, replay
+from .window import MicroBatch, StepWindow, tensors
+
+NOT_REPRODUCED, REDUCTION, OPTIMIZER_STATE = "not_reproduced", "reduction", "optimizer_state"
+
+
+@dataclass
+class TraceReport:
+    """The first non-finite value of one step, the same on every rank.
+
+    Attributes:
+        step: The step.
+        kind: ``operator`` or ``constant`` (made in this step), ``batch``, ``parameter``, ``buffer`` (given to it),
+            ``optimizer_state``, ``reduction`` (every local value is finite, their reduction is not) or
+            ``not_reproduced`` (the replay is finite).
+        name: The operator, or the name of the parameter, buffer, batch entry or optimizer state.
+        module: Path of the module, or ``training_step``; empty where none is known.
+        phase: ``forward`` or ``backward, <autograd node>`` or ``before the step``.
+        line: ``function:line`` of the code.
+        rank: The first rank on which it was found; None where no rank is known.
+        ranks: All of them.
+        micro_batch: Index of the micro-batch within the step.
+        samples: Ids of the samples concerned; empty where it is all of the batch, or not known.
+        value: Count of non-finite values and range of the finite rest of the tensor that was made.
+        inputs: The same of the operator's inputs.
+        sentence: All of it in words.
+        origin: What the replay found on ``rank``.
+        by_rank: What each rank found, in words.
+        seconds: Wall time, the slowest rank's.
+    """
+
+    step: int
+    kind: str
+    name: str = ""
+    module: str = ""
+    phase: str = ""
+    line: str = ""
+    rank: int | None = None
+    ranks: tuple[int, ...] = ()
+    micro_batch: int = 0
+    samples: tuple[str, ...] = ()
+    value: dict[str, Any] | None = None
+    inputs: list[dict[str, Any]] = field(default_factory=list)
+    sentence: str = ""
+    origin: Origin | None = None
+    by_rank: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    forwards: int = 0
+
+    @property
+    def reproduced(self) -> bool:
+        return self.kind not in (NOT_REPRODUCED, OPTIMIZER_STATE)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {k: v for k, v in asdict(self).items() if k not in ("origin", "step", "rank")} | {
+            "at_rank": self.rank,
+            "reproduced": self.reproduced,
+            "traceback": list(self.origin.traceback) if self.origin else [],
+        }
+
+
+@dataclass
+class _Local:
+    """What one rank knows."""
+
+    origin: Origin | None
+    samples: tuple[str, ...]
+    finite: bool
+    live_loss_bad: bool
+    boundary: tuple[int, str] | None  # micro-batch and module path of the first bad output in the live step
+    live_grad_module: str
+    optimizer_state: str
+    seconds: float
+
+
+def trace_nonfinite(
+    trainer: Trainer,
+    module: LightningModule,
+    optimizer: Optimizer,
+    record: StepRecord | None = None,
+    *,
+    anomaly: bool = False,
+    max_forwards: int | None = None,
+) -> TraceReport:
+    """Replay the current step with the tracing armed. Every rank calls it alike and gets the same report."""
+    context = context_of(trainer)
+    window = context.window
+    peers = Peers(trainer)
+    chosen = worst_micro_batches(window, context.scratch.get("live_losses") or [], max_forwards)
+    result = replay(trainer, module, optimizer, armed=True, anomaly=anomaly, keep_grads=True, micro_batches=chosen)
+    assert window is not None  # replay has refused otherwise
+    mine = _look(trainer, module, optimizer, window, record, result)
+    everyone = peers.gather(mine)
+    report = _combine(record.step if record else trainer.global_step, everyone, module, peers, result)
+    report.forwards = len(chosen)
+    report.by_rank = [_in_words(x) for x in everyone]
+    report.seconds = max(x.seconds for x in everyone)
+    context.write(trainer, "triage.nonfinite", **report.to_dict())
+    return report
+
+
+def worst_micro_batches(window: StepWindow | None, live: list[Tensor], limit: int | None) -> list[int]:
+    """Which micro-batches to run where not all can be: those with the highest (or a non-finite) live loss, in order."""
+    count = len(window.micro_batches) if window is not None else 0
+    if limit is None or count <= limit:
+        return list(range(count))
+    losses = [float(x) for x in live] if len(live) == count else [0.0] * count
+    ranked = sorted(
+        range(count), key=lambda i: (math.isfinite(losses[i]), -losses[i] if math.isfinite(losses[i]) else 0.0)
+    )
+    return sorted(ranked[: max(limit, 1)])
+
+
+def ids_of(micro: MicroBatch, rows: tuple[int, ...] = ()) -> tuple[str, ...]:
+    """Sample ids of these rows of a micro-batch (all rows if none are given), by content where it carries no ids."""
+    ids = micro.sample_ids
+    if not ids:
+        from ..data.identity import sample_ids
+
+        ids = tuple(sample_ids(micro.batch))
+    return tuple(ids[r] for r in rows if r < len(ids)) if rows else ids
+
+
+def _look(
+    trainer: Trainer,
+    module: LightningModule,
+    optimizer: Optimizer,
+    window: StepWindow,
+    record: StepRecord | None,
+    result: ReplayResult,
+) -> _Local:
+    live = context_of(trainer).scratch.get("live_losses") or []
+    origin = result.origin
+    samples: tuple[str, ...] = ()
+    if origin is not None and origin.rows and origin.micro_batch < len(window.micro_batches):
+        samples = ids_of(window.micro_batches[origin.micro_batch], origin.rows)
+    if record is not None:
+        live_bad = bool(record.column("nonfinite_loss")[trainer.global_rank] > 0)
+    else:
+        live_bad = any(is_bad(x) for x in live)
+    return _Local(
+        origin=origin,
+        samples=samples,
+        finite=result.finite,
+        live_loss_bad=live_bad,
+        boundary=first_bad_boundary(window),
+        live_grad_module=_last_bad_gradient(module) if trainer.world_size == 1 else "",
+        optimizer_state=_bad_optimizer_state(optimizer, module),
+        seconds=result.seconds,
+    )
+
+
+def first_bad_boundary(window: StepWindow) -> tuple[int, str] | None:
+    """First watched module, in forward order of the live step, whose output was not finite."""
+    for micro_batch, path, total in window.boundary_flags:
+        if not math.isfinite(float(total)):
+            return micro_batch, path
+    return None
+
+
+def _last_bad_gradient(module: LightningModule) -> str:
+    """Module of the last parameter with a non-finite live gradient: a backward that breaks spoils what lies before it."""
+    last = ""
+    for name, p in module.named_parameters():
+        if p.grad is not None and any(is_bad(g) for g in tensors(p.grad)):
+            last = name.rpartition(".")[0]
+    return last
+
+
+def _bad_optimizer_state(optimizer: Optimizer, module: LightningModule) -> str:
+    names = {id(p): n for n, p in module.named_parameters()}
+    for p, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and is_bad(local(value)):
+                return f"{key} of {names.get(id(p), 'a parameter')}"
+    return ""
+
+
+def _combine(
+    step: int, everyone: list[_Local], module: LightningModule, peers: Peers, result: ReplayResult
+) -> TraceReport:
+    """One report from what all ranks found; a pure function of the gathered facts, but for the repeated reduction."""
+    found = [(r, x) for r, x in enumerate(everyone) if x.origin is not None and x.origin.kind != "collective"]
+    if found:
+        return _reproduced(step, found)
+    bad_losses = tuple(r for r, x in enumerate(everyone) if x.live_loss_bad)
+    boundaries = [(r, x.boundary) for r, x in enumerate(everyone) if x.boundary is not None]
+    if peers.size > 1 and not bad_losses and not boundaries and _reduces_badly(module, peers, everyone, result):
+        sentence = "Every rank's own gradient is finite; their reduction is not."
+        return TraceReport(step, REDUCTION, name="all_reduce", phase="reduction", sentence=sentence)
+    states = [(r, x.optimizer_state) for r, x in enumerate(everyone) if x.optimizer_state]
+    if states and not bad_losses and not boundaries:
+        rank, name = states[0]
+        sentence = f"The replay is finite, but the optimizer state {name} is not."
+        return TraceReport(step, OPTIMIZER_STATE, name=name, rank=rank, ranks=(rank,), sentence=sentence)
+    if boundaries:
+        rank, boundary = boundaries[0]
+        micro_batch, path = boundary if boundary is not None else (0, "")
+        ranks = tuple(r for r, _ in boundaries)
+        where = f"the output of {path} on rank {rank}"
+    else:
+        ranks = bad_losses or ((0,) if peers.size == 1 else ())
+        path, micro_batch = everyone[0].live_grad_module if not bad_losses else "", 0
+        rank = ranks[0] if ranks else -1
+        where = f"the {'loss' if bad_losses else 'gradient'}" + (f" on rank {rank}" if ranks else "")
+        where += f", last in the parameters of {path}" if path else ""
+    return TraceReport(
+        step,
+        NOT_REPRODUCED,
+        module=path,
+        phase="forward" if boundaries or bad_losses else "backward",
+        rank=rank if rank >= 0 else None,
+        ranks=ranks,
+        micro_batch=micro_batch,
+        sentence=f"In the step {where} was not finite; the replay of the same step is finite everywhere.",
+    )
+
+
+def _reproduced(step: int, found: list[tuple[int, _Local]]) -> TraceReport:
+    # What was given to the step explains what was made in it, whichever rank saw it.
+    given = [f for f in found if f[1].origin is not None and f[1].origin.kind in ("parameter", "buffer", "batch")]
+    rank, mine = min(given or found, key=lambda f: (f[1].origin.order if f[1].origin else 0, f[0]))
+    origin = mine.origin
+    assert origin is not None
+    same = tuple(r for r, x in found if x.origin and (x.origin.kind, x.origin.name) == (origin.kind, origin.name))
+    report = TraceReport(
+        step,
+        origin.kind,
+        name=origin.name,
+        module=origin.module or (TRAINING_STEP if origin.kind in ("operator", "constant") else ""),
+        phase=origin.phase,
+        line=origin.line,
+        rank=rank,
+        ranks=same or (rank,),
+        micro_batch=origin.micro_batch,
+        samples=mine.samples,
+        value=asdict(origin.value) if origin.value else None,
+        inputs=[asdict(r) for r in origin.inputs],
+        origin=origin,
+    )
+    report.sentence = _in_words(mine)
+    return report
+
+
+def _in_words(x: _Local) -> str:
+    origin = x.origin
+    if origin is None:
+        return "finite on replay" if x.finite else "not finite on replay, origin unknown"
+    if origin.kind == "collective":
+        return f"came in through {origin.name}"
+    value = origin.value
+    stats = f"{value.nonfinite} of {value.numel} {value.dtype} values not finite" if value else ""
+    if value is not None and value.finite_min is not None:
+        stats += f", the rest in [{value.finite_min:.4g}, {value.finite_max:.4g}]"
+    if origin.kind in ("parameter", "buffer", "batch"):
+        return f"The {origin.kind} {origin.name} is not finite before the step: {stats}."
+    where = f"{origin.module or 'an unknown module'}" + (f" ({origin.line})" if origin.line else "")
+    what = "comes in as a constant at" if origin.kind == "constant" else "is first made by"
+    return f"In the {origin.phase.partition(',')[0]} of {where} a non-finite value {what} {origin.name}: {stats}."
+
+
+def _reduces_badly(module: LightningModule, peers: Peers, everyone: list[_Local], result: ReplayResult) -> bool:
+    """Whether the mean over ranks of the replayed, finite gradients is not finite when it is taken again."""
+    if any(hasattr(p, "_local_tensor") for p in module.parameters()):
+        # Sharded: the replay has reduced already.
+        return all(not x.finite for x in everyone)
+    if not all(x.finite for x in everyone) or not result.grads or not dist.is_initialized():
+        return False
+    flat = torch.cat([g.detach().reshape(-1) for _, g in sorted(result.grads.items()) if not g.is_sparse])
+    total = flat.clone()
+    dist.all_reduce(total)
+    return peers.any(is_bad(total))
+
+
+def scaler_says_overflow(trainer: Trainer, optimizer: Optimizer) -> bool:
+    """True if the loss scaler itself has found a non-finite gradient in this step."""
+    return bool(_private.found_inf(trainer, optimizer))

@@ -1,0 +1,410 @@
+"""Computes a step again from its captured window, without a trace, and measures what comes out.
+
+By default the replay is the step itself: same weights, same micro-batches, same random states, same precision. It must then
+give the same bits. With other weights, another window or another dtype it is an experiment.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from ..context import context_of
+from . import _private
+from .sandbox import StepReachedError, sandbox
+from .window import StepWindow, tensors
+
+if TYPE_CHECKING:
+    from ..state.snapshot import Snapshot
+    from .origin import Origin, OriginTrace
+
+
+class ReplayUnavailableError(RuntimeError):
+    """The step cannot be computed again here; the message says why."""
+
+
+@dataclass
+class ReplayResult:
+    """What a replay measured on this rank.
+
+    Attributes:
+        losses: Loss of each micro-batch as ``training_step`` gave it, float32 on the CPU; NaN where there was none.
+        loss: Mean of ``losses``.
+        grad_norm: 2-norm of this rank's gradient, unscaled, before clipping; NaN if no backward was asked for.
+        grads: Unscaled local gradients by parameter path, if they were asked for.
+        sample_losses: ``module.sample_loss_nats`` of each micro-batch, ``[batch]`` nats, where ``training_step`` sets it.
+        bitwise_equal: Losses equal to the live ones, bit for bit; None where the live ones are not known.
+        grads_equal: The same for the gradients; None on several ranks, where the live ones are already reduced.
+        origin: First non-finite value, if armed and if there is one.
+        activation_rms: Root mean square of watched modules' outputs by path.
+        micro_batches: Indices of the micro-batches that were run.
+        inexact: Why the replay may differ from the step although nothing is wrong; empty if it may not.
+        seconds: Wall time.
+    """
+
+    losses: list[float]
+    grad_norm: float = math.nan
+    grads: dict[str, Tensor] | None = None
+    sample_losses: list[Tensor | None] = field(default_factory=list)
+    bitwise_equal: bool | None = None
+    grads_equal: bool | None = None
+    origin: Origin | None = None
+    activation_rms: dict[str, float] = field(default_factory=dict)
+    micro_batches: tuple[int, ...] = ()
+    inexact: str = ""
+    seconds: float = 0.0
+
+    @property
+    def loss(self) -> float:
+        return sum(self.losses) / len(self.losses) if self.losses else math.nan
+
+    @property
+    def finite(self) -> bool:
+        return all(map(math.isfinite, self.losses)) and not (math.isinf(self.grad_norm) or self._norm_is_bad)
+
+    @property
+    def _norm_is_bad(self) -> bool:
+        return self.grads is not None and math.isnan(self.grad_norm)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def block_paths(module: nn.Module, patterns: Sequence[str] | str = "auto") -> list[str]:
+    """Modules at whose outputs values are watched.
+
+    ``"auto"``: the elements of every ``nn.ModuleList`` and their direct children; without a list, the direct children of
+    the module. Patterns are shell-style and match ``named_modules()`` paths.
+    """
+    from fnmatch import fnmatchcase
+
+    modules = dict(module.named_modules())
+    if not isinstance(patterns, str):
+        return [path for path in modules if path and any(fnmatchcase(path, p) for p in patterns)]
+    lists = [(path, m) for path, m in modules.items() if isinstance(m, nn.ModuleList)]
+    found = {f"{path}.{i}": None for path, m in lists for i, _ in m.named_children()}
+    if not found:
+        return [name for name, _ in module.named_children()]
+    deeper = {f"{path}.{name}": None for path in found for name, _ in modules[path].named_children() if path in modules}
+    return [path for path in modules if path in found or path in deeper]
+
+
+def replay(
+    trainer: Trainer,
+    module: LightningModule,
+    optimizer: Optimizer,
+    window: StepWindow | None = None,
+    *,
+    weights: Snapshot | None = None,
+    dtype: torch.dtype | None = None,
+    armed: bool = False,
+    anomaly: bool = False,
+    backward: bool = True,
+    keep_grads: bool = False,
+    micro_batches: Sequence[int] | None = None,
+    watch: Sequence[str] = (),
+) -> ReplayResult:
+    """Compute a step again in a sandbox.
+
+    On several ranks all must call it alike: a sharded module's forward takes part in collectives.
+
+    Args:
+        trainer: The Trainer, between a window's last backward and the end of its last batch.
+        module: The LightningModule, not wrapped by the strategy.
+        optimizer: The optimizer whose step it is.
+        window: What to compute; None for the current step.
+        weights: Parameters and buffers of this snapshot in place of the current ones.
+        dtype: Compute in this dtype, without autocast, in place of the run's precision.
+        armed: Trace the first non-finite value (several times slower).
+        anomaly: With ``armed``: autograd's anomaly mode, for the forward line of a non-finite backward.
+        backward: Also run the backward.
+        keep_grads: Return the gradients.
+        micro_batches: Run only these, by index; None for all.
+        watch: Paths of modules whose outputs' root mean square is measured.
+
+    Raises:
+        ReplayUnavailableError: Nothing was captured, or ``training_step`` takes an iterator.
+    """
+    current = context_of(trainer).window
+    window = current if window is None else window
+    if window is None or not window.micro_batches:
+        raise ReplayUnavailableError(
+            "no micro-batch was captured for this step; call lightning_sentinel.triage.window.ensure_capture(trainer)"
+            " in on_fit_start."
+        )
+    if any(m.batch is None for m in window.micro_batches):
+        raise ReplayUnavailableError(
+            "training_step takes a dataloader_iter and fetches its own batches, so the step's batch is not known here;"
+            " take (batch, batch_idx) to have steps replayed."
+        )
+    indices = tuple(range(len(window.micro_batches)) if micro_batches is None else micro_batches)
+    started = time.perf_counter()
+    run = _Run(trainer, module, optimizer, window, dtype, armed, anomaly, backward, weights, watch)
+    result = run.execute(indices, keep_grads)
+    result.micro_batches = indices
+    if window is current and weights is None and dtype is None:
+        _compare_with_live(trainer, module, window, run, result)
+    result.seconds = time.perf_counter() - started
+    return result
+
+
+class _Run:
+    """One replay. Holds what its parts share."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        optimizer: Optimizer,
+        window: StepWindow,
+        dtype: torch.dtype | None,
+        armed: bool,
+        anomaly: bool,
+        backward: bool,
+        weights: Snapshot | None,
+        watch: Sequence[str],
+    ) -> None:
+        self.trainer, self.module, self.optimizer, self.window = trainer, module, optimizer, window
+        self.dtype, self.armed, self.anomaly, self.with_backward = dtype, armed, anomaly, backward
+        self.watch = set(watch)
+        self.substitute = self._weights(weights)
+        buffers: Mapping[str, Tensor] = window.buffers if weights is None else weights.buffers
+        self.buffers = buffers if dtype is None else {n: _cast(b, dtype) for n, b in _all_buffers(module, buffers)}
+        self.scale = self._scale()
+        self.ends: list[Tensor] = []
+        self.raw_losses: list[Tensor] = []
+        self.grads: dict[str, Tensor] = {}
+        self.rms: dict[str, Tensor] = {}
+        self.micro_batch_losses: list[Tensor] = []
+        self.sample_losses: list[Tensor | None] = []
+
+    def _weights(self, snapshot: Snapshot | None) -> dict[str, Tensor] | None:
+        if snapshot is not None and snapshot.params is None:
+            raise ReplayUnavailableError(f"the snapshot of step {snapshot.step} holds no parameters.")
+        weights = None if snapshot is None else snapshot.params
+        if self.dtype is None:
+            return None if weights is None else dict(weights)
+        if any(hasattr(p, "_local_tensor") for p in self.module.parameters()):
+            raise ReplayUnavailableError("the parameters are sharded; their dtype cannot be changed for a replay.")
+        named = weights if weights is not None else dict(self.module.named_parameters(remove_duplicate=False))
+        return {n: _cast(p.detach(), self.dtype) for n, p in named.items()}
+
+    def _scale(self) -> Tensor | None:
+        if _private.scaler_of(self.trainer) is None or self.dtype is not None:
+            return None
+        return self.window.scale if self.window.scale is not None else _private.scale_of(self.trainer)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """In place of ``manual_backward`` and ``strategy.backward``: neither Lightning's hooks nor the reducer of DDP."""
+        self.ends.append(loss.detach())
+        self.micro_batch_losses.append(loss.detach())
+        if self.with_backward and loss.requires_grad:
+            self.module.backward(loss * self.scale.to(loss.device) if self.scale is not None else loss, *args, **kwargs)
+
+    def execute(self, indices: Sequence[int], keep_grads: bool) -> ReplayResult:
+        from .origin import OriginTrace
+
+        scopes: list[str] | None = [] if self.armed else None
+        trace = OriginTrace(self.module, scopes) if scopes is not None else None
+        with ExitStack() as stack:
+            stack.enter_context(
+                sandbox(
+                    self.trainer,
+                    self.module,
+                    self.optimizer,
+                    buffers=self.buffers,
+                    backward=self.backward,
+                    weights=self.substitute,
+                    scopes=scopes,
+                )
+            )
+            self._watch_modules()
+            if self.anomaly and self.armed:
+                stack.enter_context(_quiet_anomaly_mode())
+            stack.enter_context(trace if trace is not None else nullcontext())
+            if trace is not None:
+                trace.enter_state()
+            for index in indices:
+                if not self._micro_batch(index, trace):
+                    break
+            parameters = dict(self.module.named_parameters())
+            grads = {n: local(p.grad) for n, p in parameters.items() if p.grad is not None}
+            if trace is not None:
+                trace.stop()
+                self.ends += grads.values()
+            origin = trace.first(self.ends, list(grads.values())) if trace is not None else None
+            self._unscale(list(grads.values()))
+            norm = _norm(list(grads.values())) if grads else math.nan
+            losses = [float(x) for x in self.raw_losses]
+            rms = {path: float(x) for path, x in self.rms.items()}
+            kept = dict(grads)
+        self.grads = kept
+        reasons = [
+            f"micro-batch {i} was changed in place after its capture"
+            for i in indices
+            if self.window.micro_batches[i].changed_in_place
+        ]
+        if reasons:
+            warnings.warn(f"The replay of step {self.window.step} is not exact: {'; '.join(reasons)}.", stacklevel=4)
+        return ReplayResult(
+            losses=losses,
+            grad_norm=norm,
+            grads=kept if keep_grads else None,
+            sample_losses=self.sample_losses,
+            origin=origin,
+            activation_rms=rms,
+            inexact="; ".join(reasons),
+        )
+
+    def _micro_batch(self, index: int, trace: OriginTrace | None) -> bool:
+        """Run one micro-batch; False when a manual ``training_step`` has reached the step."""
+        micro, go_on = self.window.micro_batches[index], True
+        batch = micro.batch if self.dtype is None else tree_map(lambda x: _cast(x, self.dtype), micro.batch)
+        if trace is not None:
+            trace.enter_batch(batch, index)
+        _private.set_rng_states(micro.rng)
+        for (path, key), state in micro.generators.items():
+            self.module.get_submodule(path).__dict__[key].set_state(state)  # the sandbox's copy
+        arguments = _private.training_step_arguments(self.trainer, batch, micro.batch_idx)
+        before = len(self.micro_batch_losses)
+        precision = (
+            self.trainer.precision_plugin.train_step_context() if self.dtype is None else _default_dtype(self.dtype)
+        )
+        try:
+            with precision:
+                output = self.module.training_step(*arguments)
+        except StepReachedError:
+            output, go_on = None, False
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if self.module.automatic_optimization:
+            if isinstance(loss, Tensor):
+                # As the loop does it: the loss that reaches the backward is divided.
+                self.backward(loss / self.trainer.accumulate_grad_batches)
+            raw = loss.detach() if isinstance(loss, Tensor) else None
+        else:
+            manual = self.micro_batch_losses[before:]
+            raw = sum(manual[1:], manual[0]) if manual else None
+        self.raw_losses.append(torch.tensor(math.nan) if raw is None else raw)
+        samples = getattr(self.module, "sample_loss_nats", None)
+        self.sample_losses.append(samples.detach().float().cpu() if isinstance(samples, Tensor) else None)
+        return go_on
+
+    def _watch_modules(self) -> None:
+        for path, m in self.module.named_modules():
+            if path in self.watch:
+                m.register_forward_hook(self._measure(path))  # on the sandbox's copy of the hooks
+
+    def _measure(self, path: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if path in self.rms or _private.in_backward():
+                return
+            for out in tensors(output):
+                if out.is_floating_point() and out.numel():
+                    out = out.detach()
+                    self.rms[path] = torch.linalg.vector_norm(out, dtype=torch.float32) / math.sqrt(out.numel())
+                    return
+
+        return hook
+
+    def _unscale(self, grads: list[Tensor]) -> None:
+        """As the scaler does it: times the float32 of the float64 reciprocal."""
+        if self.scale is None or not grads:
+            return
+        inverse = self.scale.double().reciprocal().float()
+        for grad in grads:
+            grad.mul_(inverse.to(grad.device))
+
+
+def _norm(grads: list[Tensor]) -> float:
+    """2-norm in float64: a finite gradient of 1e20 is not read as infinite."""
+    squares = [
+        torch.linalg.vector_norm(g.coalesce().values() if g.is_sparse else g, dtype=torch.float64) for g in grads
+    ]
+    return float(torch.linalg.vector_norm(torch.stack([s.to(squares[0].device) for s in squares])))
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() and dtype is not None else value
+
+
+def _all_buffers(module: nn.Module, given: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    return [(n, given.get(n, b)) for n, b in module.named_buffers()]
+
+
+class _default_dtype:  # noqa: N801 - reads like the context manager it is
+    """Tensors made inside get this dtype too, and autocast is off."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __enter__(self) -> None:
+        self.before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+
+    def __exit__(self, *exc: object) -> None:
+        torch.set_default_dtype(self.before)
+
+
+class _quiet_anomaly_mode:  # noqa: N801
+    """Autograd's anomaly mode for its forward traces, without its check that raises."""
+
+    def __enter__(self) -> None:
+        self.before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+        torch.autograd.set_detect_anomaly(True, check_nan=False)
+
+    def __exit__(self, *exc: object) -> None:
+        torch.autograd.set_detect_anomaly(*self.before)
+
+
+def _live_equals(live: Tensor, replayed: Tensor, accumulate: int, scale: Tensor | None) -> bool:
+    """Whether a live loss is the replayed one to the bit, also where it was divided and scaled and brought back."""
+    x = replayed.float().cpu()
+    forms = [x, x / accumulate, (x / accumulate) * accumulate]
+    if scale is not None:
+        s = scale.float().cpu()
+        forms += [(x * s) / s, ((x / accumulate) * s) / s * accumulate]
+    return any(same_bits(live.detach().float().cpu().reshape(()), f.reshape(())) for f in forms)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal to the bit; NaN equals NaN."""
+    return (
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and bool(torch.equal(a.nan_to_num(), b.nan_to_num()))
+        and bool(torch.equal(a.isnan(), b.isnan()))
+    )
+
+
+def _compare_with_live(
+    trainer: Trainer, module: LightningModule, window: StepWindow, run: _Run, result: ReplayResult
+) -> None:
+    live = context_of(trainer).scratch.get("live_losses") or []
+    if len(live) == len(window.micro_batches):
+        accumulate = trainer.accumulate_grad_batches if module.automatic_optimization else 1
+        pairs = [(live[i], x) for i, x in zip(result.micro_batches, run.raw_losses, strict=False)]
+        result.bitwise_equal = all(_live_equals(a, b, accumulate, run.scale) for a, b in pairs)
+    whole = len(result.micro_batches) == len(window.micro_batches)
+    if trainer.world_size == 1 and whole and run.with_backward and run.grads:
+        live_grads = {n: local(p.grad) for n, p in module.named_parameters() if p.grad is not None}
+        if live_grads:
+            result.grads_equal = live_grads.keys() == run.grads.keys() and all(
+                same_bits(_dense(g), _dense(run.grads[n])) for n, g in live_grads.items()
+            )
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return grad.to_dense() if grad.is_sparse else grad

@@ -1,0 +1,273 @@
+"""Captures what a step was computed from, so that it can be computed again: micro-batches, random states, buffers.
+
+Batches are kept by reference, random states and buffers by value. A window is the micro-batches of one optimizer step.
+Besides the current one, the newest healthy window is kept, and a few older healthy ones while they are small.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ..context import RunContext, context_of
+from . import _private
+
+KEPT_EVERY = 16  # steps between two older healthy windows
+KEPT_WINDOWS = 4
+KEPT_BYTES = 16 * 2**20  # of batch tensors per window; larger windows are not kept beyond the newest healthy one
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """All tensors in a nest of containers; the local part of a DTensor."""
+    return [getattr(t, "_local_tensor", t) for t in tree_leaves(tree) if isinstance(t, Tensor)]
+
+
+def named_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every buffer by its path, buffers that are not in the ``state_dict`` too, each tensor once."""
+    yield from module.named_buffers()
+
+
+@dataclass
+class MicroBatch:
+    """One call of ``training_step``.
+
+    Attributes:
+        batch: The batch on its device, by reference.
+        batch_idx: Index of the batch within its epoch.
+        rng: Global random states right before ``training_step``.
+        versions: Version counter of each tensor in the batch: a change in place shows as a difference.
+        sample_ids: Ids of the batch's samples, where they were known at capture.
+        generators: States of the ``torch.Generator`` attributes of modules, by module path and attribute.
+    """
+
+    batch: Any
+    batch_idx: int
+    rng: dict[str, Any]
+    versions: list[int]
+    sample_ids: tuple[str, ...] = ()
+    generators: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+
+    @property
+    def changed_in_place(self) -> bool:
+        return [t._version for t in tensors(self.batch)] != self.versions
+
+
+@dataclass
+class StepWindow:
+    """All micro-batches of one optimizer step, and the buffers before the first one.
+
+    Attributes:
+        step: ``trainer.global_step`` at the first micro-batch.
+        attempt: Which pass over the step this is.
+        micro_batches: In order.
+        buffers: Buffers by path, before the first forward.
+        scale: Loss scale in force, 0-dim on its device; None without a scaler.
+        boundary_flags: ``(micro-batch, module path, sum of the output)`` in forward order, on the device; a sum that is
+            not finite marks an output that is not finite.
+        losses: Live losses of the micro-batches, set when the window has passed the gate as healthy.
+        sample_losses: Losses of the samples by micro-batch, ``[batch]`` nats each, where ``training_step`` left them.
+    """
+
+    step: int
+    attempt: int = 0
+    micro_batches: list[MicroBatch] = field(default_factory=list)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    scale: Tensor | None = None
+    boundary_flags: list[tuple[int, str, Tensor]] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    sample_losses: list[Tensor] = field(default_factory=list)
+
+    @property
+    def sample_ids(self) -> tuple[str, ...]:
+        return tuple(i for m in self.micro_batches for i in m.sample_ids)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for m in self.micro_batches for t in tensors(m.batch))
+
+
+class StepCapture:
+    """Keeps ``context.window`` and ``context.healthy_window`` up to date during one fit."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = weakref.ref(trainer)
+        self._module: weakref.ref[LightningModule] | None = None
+        self._generators: dict[tuple[str, str], torch.Generator] = {}
+        self._free: list[dict[str, Tensor]] = []  # buffer memory of retired windows
+        self._told = False  # somebody calls mark_healthy, so the default judgement is not needed
+        self.kept: deque[StepWindow] = deque(maxlen=KEPT_WINDOWS)
+        self._undo: Callable[[], None] = _private.intercept_batch_start(trainer, self._on_batch)
+
+    def release(self) -> None:
+        self._undo()
+
+    def mark_healthy(self, trainer: Trainer) -> None:
+        self._told = True
+        self._accept(context_of(trainer))
+
+    def _accept(self, context: RunContext) -> None:
+        window = context.window
+        if window is None or window is context.healthy_window:
+            return
+        window.losses = list(context.scratch.get("live_losses", ()))
+        window.boundary_flags = []
+        older, context.healthy_window = context.healthy_window, window
+        if older is None:
+            return
+        due = (
+            not self.kept
+            or abs(older.step - self.kept[-1].step) >= KEPT_EVERY
+            or older.attempt != self.kept[-1].attempt
+        )
+        if due and older.nbytes <= KEPT_BYTES:
+            if len(self.kept) == self.kept.maxlen:
+                self._free.append(self.kept[0].buffers)
+            self.kept.append(older)
+        else:
+            self._free.append(older.buffers)
+
+    def _looks_healthy(self, context: RunContext) -> bool:
+        """Judgement where no incident response gives one: this step's record is finite, its update went in, all is calm."""
+        record, window = context.record, context.window
+        return (
+            record is not None
+            and window is not None
+            and (record.step, record.attempt) == (window.step, window.attempt)
+            and not record.has_nonfinite
+            and not context.held
+            and not any(i.is_open for i in context.incidents)
+        )
+
+    def _on_batch(self, batch: Any, batch_idx: int) -> None:
+        trainer = self._trainer()
+        if trainer is None:
+            return
+        context, module = context_of(trainer), trainer.lightning_module
+        window = context.window
+        same_module = self._module is not None and self._module() is module
+        if (
+            window is None
+            or not same_module
+            or (window.step, window.attempt) != (trainer.global_step, context.attempt)
+            or not window.micro_batches
+        ):
+            if not same_module:
+                self._generators = _generators(module)
+                self._module = weakref.ref(module)
+            window = self._open(trainer, module, context)
+        known = context.scratch.get("sample_ids", ())
+        ids = tuple(str(i) for i in known[len(window.sample_ids) :]) or _own_ids(batch)
+        versions = [t._version for t in tensors(batch)]
+        private = {key: g.get_state() for key, g in self._generators.items()}
+        window.micro_batches.append(MicroBatch(batch, batch_idx, _private.rng_states(), versions, ids, private))
+
+    def _open(self, trainer: Trainer, module: LightningModule, context: RunContext) -> StepWindow:
+        previous = context.window
+        if not self._told and self._looks_healthy(context):
+            self._accept(context)
+        if previous is not None and previous is not context.healthy_window:
+            self._free.append(previous.buffers)
+        window = StepWindow(trainer.global_step, context.attempt, scale=_private.scale_of(trainer))
+        window.buffers = self._copy_buffers(module)
+        context.window = window
+        return window
+
+    def _copy_buffers(self, module: LightningModule) -> dict[str, Tensor]:
+        now = {name: b.detach() for name, b in named_buffers(module)}
+        memory = self._free.pop() if self._free else {}
+        del self._free[2:]
+        fits = memory.keys() == now.keys() and all(
+            memory[n].shape == b.shape and memory[n].dtype == b.dtype and memory[n].device == b.device
+            for n, b in now.items()
+        )
+        if not fits:
+            return {n: b.clone() for n, b in now.items()}
+        if now:
+            torch._foreach_copy_(tensors(memory), tensors(now))
+        return memory
+
+
+def _generators(module: LightningModule) -> dict[tuple[str, str], torch.Generator]:
+    """Random generators that modules keep as attributes, by module path and attribute."""
+    return {
+        (path, key): value
+        for path, m in module.named_modules()
+        for key, value in m.__dict__.items()
+        if isinstance(value, torch.Generator)
+    }
+
+
+def _own_ids(batch: Any) -> tuple[str, ...]:
+    """Ids that the batch itself carries; content hashes are left to whoever needs them."""
+    if isinstance(batch, dict):
+        for key in ("sample_id", "sample_ids"):
+            value = batch.get(key)
+            if isinstance(value, list | tuple):
+                return tuple(str(v) for v in value)
+    return ()
+
+
+_CAPTURES: weakref.WeakKeyDictionary[Trainer, StepCapture] = weakref.WeakKeyDictionary()
+
+
+def ensure_capture(trainer: Trainer) -> StepCapture:
+    """Capture the steps of this Trainer from now on; calling it again changes nothing.
+
+    Call it where training is about to start (``on_fit_start``, ``on_train_start``), not in ``setup``: the strategy may
+    still be replaced there.
+    """
+    capture = _CAPTURES.get(trainer)
+    if capture is None or "on_train_batch_start" not in trainer.strategy.__dict__:
+        capture = _CAPTURES[trainer] = StepCapture(trainer)
+    return capture
+
+
+def release_capture(trainer: Trainer) -> None:
+    """Stop capturing and let go of the batches that were kept."""
+    capture = _CAPTURES.pop(trainer, None)
+    if capture is not None:
+        capture.release()
+    context = context_of(trainer)
+    context.window = context.healthy_window = None
+
+
+def mark_healthy(trainer: Trainer) -> None:
+    """The current window's step goes in and nothing was found in it: it becomes ``context.healthy_window``."""
+    capture = _CAPTURES.get(trainer)
+    if capture is not None:
+        capture.mark_healthy(trainer)
+
+
+def healthy_windows(trainer: Trainer, before_step: int | None = None) -> list[StepWindow]:
+    """Healthy windows that are still kept, newest first; with ``before_step`` only those of earlier steps."""
+    capture, context = _CAPTURES.get(trainer), context_of(trainer)
+    windows = [
+        *([context.healthy_window] if context.healthy_window else []),
+        *reversed(capture.kept if capture else ()),
+    ]
+    return [w for w in windows if before_step is None or w.step < before_step]
+
+
+@torch.no_grad()
+def restore_buffers(trainer: Trainer) -> None:
+    """Put the module's buffers back to where they were before the current window's first forward."""
+    window = context_of(trainer).window
+    if window is None or not window.buffers:
+        return
+    now = dict(named_buffers(trainer.lightning_module))
+    names = [n for n in window.buffers if n in now and now[n].shape == window.buffers[n].shape]
+    if names:
+        torch._foreach_copy_([_local(now[n]) for n in names], [_local(window.buffers[n]) for n in names])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local.detach()
