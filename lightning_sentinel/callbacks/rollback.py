@@ -1,0 +1,337 @@
+"""Going back to a restore point in memory, in the middle of a run: weights, optimizer, data position and all the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+
+from ..incidents import Action
+from ..record import StepRecord
+from ..state import lightning_private as private
+from ..state.snapshot import (
+    Snapshot,
+    cursor_problems,
+    light_problems,
+    parameter_versions,
+    restore_between_batches,
+    state_problems,
+    take,
+)
+from .base import SentinelCallback
+
+_ROLLBACKS = (Action.RETRY_STEP, Action.ROLLBACK_REPLAY, Action.ROLLBACK_SKIP)
+
+
+class RollbackUnavailable(RuntimeError):  # noqa: N818 - a state of affairs, not a mistake
+    """A rollback was asked for that cannot be done exactly; the message says why."""
+
+
+@dataclass
+class _Request:
+    snapshot: Snapshot
+    before_step: int
+    action: Action
+    incident: int
+    reason: str
+    exclude: tuple[str, ...]
+
+
+class Rollback(SentinelCallback):
+    """Keeps restore points in host memory and goes back to one on request.
+
+    A restore point holds weights, optimizers, schedulers, gradient scaler, loop progress, data position with prefetched
+    batches, logged values, metrics, the state of modules and callbacks, and the random state, all of the same moment. After
+    going back the run takes the path it would have taken, bit for bit where the kernels allow it. Nothing is
+    journalled twice and nothing is lost: every rollback writes one ``action.rollback`` event with the sample ids that are
+    replayed and those that are left out.
+
+    Snapshots are taken before the first batch of a step: one before the first step of the fit, then every
+    ``every_n_steps``. The newest known-good snapshot and the newest one from before each open incident are never dropped.
+
+    Where the data position cannot be put back (see :meth:`unavailable`) rollback is off, with one warning at the start;
+    training and all other callbacks go on.
+
+    Example:
+        >>> rollback = Rollback(every_n_steps=50, keep=2)
+        >>> rollback.every_n_steps, rollback.keep
+        (50, 2)
+
+    Args:
+        every_n_steps: Optimizer steps between two snapshots.
+        keep: Snapshots in memory, at least 2 (one known-good, one candidate). Each holds as many bytes as weights and
+            optimizer state together.
+        retry: Also keep a light snapshot of each step's start, so that a single step can be tried again without going
+            back further. It holds no weights.
+        cursor: ``"auto"`` turns rollback off where the data position cannot be put back; ``"require"`` raises instead.
+    """
+
+    rewinds = False
+
+    def __init__(self, every_n_steps: int = 25, keep: int = 2, retry: bool = True, cursor: str = "auto") -> None:
+        if every_n_steps < 1:
+            raise ValueError(f"Rollback: every_n_steps must be at least 1, found {every_n_steps}.")
+        if keep < 2:
+            raise ValueError(
+                f"Rollback: keep must be at least 2 (one known-good snapshot and one candidate), found {keep}."
+            )
+        if cursor not in ("auto", "require"):
+            raise ValueError(f"Rollback: cursor must be 'auto' or 'require', found {cursor!r}.")
+        self.every_n_steps = every_n_steps
+        self.keep = keep
+        self.retry = retry
+        self.cursor = cursor
+        self.executed = 0
+        self._problem: str | None = "training has not started"
+        self._light_problem: str | None = None
+        self._light: Snapshot | None = None
+        self._spare: Snapshot | None = None
+        self._spare_light: Snapshot | None = None
+        self._request: _Request | None = None
+        self._trainer: Trainer | None = None
+        self._last_step = -1
+
+    # --- What others call ---------------------------------------------------------------------------------------
+
+    def unavailable(self, trainer: Trainer) -> str | None:
+        """Why rollback is off in this run, as a sentence, or None if it works. The same on every rank."""
+        return self._problem
+
+    @property
+    def pending(self) -> bool:
+        """True between a request and its execution at the end of the batch."""
+        return self._request is not None
+
+    def request(
+        self,
+        trainer: Trainer,
+        *,
+        before_step: int,
+        action: Action,
+        incident: int,
+        reason: str,
+        exclude: Sequence[str] = (),
+    ) -> Snapshot:
+        """Ask for a rollback at the end of the current batch. Every rank must ask alike.
+
+        Args:
+            trainer: The Trainer that is fitting.
+            before_step: First step that must run again; the newest snapshot at or before its start is used.
+            action: ``retry_step`` (the light snapshot of this very step if its update never reached the weights, else a
+                full one), ``rollback_replay`` or ``rollback_skip``.
+            incident: Number of the incident that asks.
+            reason: A sentence for the journal.
+            exclude: ``sample:<id>`` and ``source:<name>`` that shall not be drawn again.
+
+        Returns:
+            The snapshot that will be restored.
+
+        Raises:
+            RollbackUnavailable: No snapshot is old enough, or rollback is off here.
+        """
+        if action not in _ROLLBACKS:
+            raise ValueError(f"Rollback.request: {action} is not a rollback; use one of {', '.join(_ROLLBACKS)}.")
+        if self._problem is not None:
+            raise RollbackUnavailable(self._problem)
+        if exclude and not any(hasattr(x, "exclude") for x in private.train_loaders(trainer)):
+            names = ", ".join(sorted({type(x).__name__ for x in private.train_loaders(trainer)}))
+            raise RollbackUnavailable(
+                f"{names} has no `exclude(names)`, so {len(exclude)} samples or sources cannot be left out. Use"
+                " lightning_sentinel.data.MixtureLoader, or skip the step instead."
+            )
+        snapshot = self._choose(trainer, before_step, action)
+        made = _Request(snapshot, before_step, action, incident, reason, tuple(exclude))
+        earlier = self._request
+        if earlier is not None:
+            # two incidents in one step: one way back, far enough for both
+            made.exclude = tuple(dict.fromkeys((*earlier.exclude, *made.exclude)))
+            if earlier.snapshot.position < snapshot.position:
+                made.snapshot, made.before_step = earlier.snapshot, earlier.before_step
+        self._request = made
+        return made.snapshot
+
+    def mark_known_good(self, trainer: Trainer, step: int) -> None:
+        """Every snapshot at or before ``step`` has passed its probation."""
+        for snapshot in self.context(trainer).snapshots:
+            if snapshot.step <= step:
+                snapshot.known_good = True
+
+    # --- Hooks --------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        context = self.context(trainer)
+        context.snapshots.clear()
+        self._light = self._spare = self._spare_light = self._request = None
+        self._trainer, self._last_step = trainer, -1
+        problems = [*cursor_problems(trainer), *state_problems(trainer)]
+        if not trainer.strategy.reduce_boolean_decision(not problems, all=True) and not problems:
+            problems = ["Rollback is off on another rank, and no rank goes back alone; see that rank's log."]
+        self._problem = problems[0] if problems else None
+        if problems:
+            if self.cursor == "require":
+                raise RollbackUnavailable(" ".join(problems))
+            rank_zero_warn("Rollback is off, training goes on without it. " + " ".join(problems))
+            return
+        self._light_problem = next(iter(light_problems(trainer)), None) if self.retry else "retry=False"
+        control = private.advance_control(trainer)
+        control.before.append(self._before_batch)
+        control.after.append(self._after_batch)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._detach(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._detach(trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._detach(trainer)
+            self._light = self._spare = self._spare_light = None
+            self._problem = "training has ended"
+
+    def _detach(self, trainer: Trainer) -> None:
+        control = private.advance_control(trainer)
+        if self._before_batch in control.before:
+            control.before.remove(self._before_batch)
+            control.after.remove(self._after_batch)
+        self._request = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"executed": self.executed}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.executed = state_dict["executed"]
+
+    # --- Taking snapshots ---------------------------------------------------------------------------------------
+
+    def _before_batch(self) -> None:
+        trainer = self._trainer
+        assert trainer is not None
+        step = trainer.global_step
+        if private.window_open(trainer) or step == self._last_step:
+            return
+        self._last_step = step
+        context = self.context(trainer)
+        unanswered = context.held and any(i.is_open and not i.actions for i in context.incidents)
+        first = not context.snapshots
+        due = first or (step % self.every_n_steps == 0 and all(s.step != step for s in context.snapshots))
+        if due and not unanswered:
+            self._take_full(trainer, known_good=first)
+        if self._light_problem is None:
+            # two light snapshots take turns: the older one's buffers are written while the newer one is still valid
+            self._light, self._spare_light = take(trainer, tensors=False, into=self._spare_light), self._light
+
+    def _take_full(self, trainer: Trainer, known_good: bool) -> None:
+        snapshots = self.context(trainer).snapshots
+        if len(snapshots) >= self.keep:
+            victim = self._victim(trainer)
+            if victim is None:
+                return
+            snapshots.remove(victim)
+            self._spare = victim
+        into, self._spare = self._spare, None
+        snapshot = take(trainer, into=into)
+        snapshot.known_good = known_good
+        snapshots.append(snapshot)
+
+    def _victim(self, trainer: Trainer) -> Snapshot | None:
+        """The snapshot to give up for a new one, or None if all are needed."""
+        context = self.context(trainer)
+        good = [s for s in context.snapshots if s.known_good]
+        needed = set(map(id, good[-1:]))
+        for incident in context.incidents:
+            if incident.is_open:
+                before = [s for s in context.snapshots if s.position <= incident.since_step]
+                needed |= set(map(id, before[-1:]))
+        free = [s for s in context.snapshots if id(s) not in needed]
+        if not free or not good or free[0].position < good[-1].position:
+            return free[0] if free else None
+        # Only candidates are left. The oldest is closest to the end of its probation: dropping it each time would leave
+        # the run without a fresh known-good snapshot forever.
+        waiting = trainer.global_step - free[0].step
+        return free[-1] if len(free) > 1 or waiting >= 4 * self.every_n_steps else None
+
+    # --- Going back ---------------------------------------------------------------------------------------------
+
+    def _choose(self, trainer: Trainer, before_step: int, action: Action) -> Snapshot:
+        light = self._light
+        if (
+            action is Action.RETRY_STEP
+            and light is not None
+            and light.step == before_step
+            and light.versions == parameter_versions(trainer)
+        ):
+            return light
+        snapshots = self.context(trainer).snapshots
+        old_enough = [s for s in snapshots if s.position <= before_step]
+        if not old_enough:
+            oldest = snapshots[0].step if snapshots else None
+            raise RollbackUnavailable(
+                f"No snapshot from before step {before_step} is left; the oldest is of step {oldest}. Raise `keep`"
+                f" ({self.keep}) or `every_n_steps` ({self.every_n_steps}), or resume from a checkpoint."
+            )
+        return old_enough[-1]
+
+    def _after_batch(self) -> None:
+        request, trainer = self._request, self._trainer
+        if request is None or trainer is None:
+            return
+        self._request = None
+        context = self.context(trainer)
+        snapshot = request.snapshot
+        if snapshot.light and snapshot.versions != parameter_versions(trainer):
+            # the step was not kept out of the weights after all
+            snapshot = self._choose(trainer, request.before_step, Action.ROLLBACK_REPLAY)
+        replayed = [i for r in self._abandoned(trainer, snapshot.step) for i in r.sample_ids]
+        context.attempt += 1
+        self.executed += 1
+        context.write(
+            trainer,
+            "action.rollback",
+            action=str(request.action),
+            from_step=request.before_step,
+            to_step=snapshot.step,
+            incident=request.incident,
+            reason=request.reason,
+            light=snapshot.light,
+            replayed=replayed,
+            excluded=list(request.exclude),
+        )
+        context.journal.flush()
+        if request.exclude:
+            self._exclude(trainer, request)
+        restore_between_batches(trainer, snapshot)
+        for newer in [s for s in context.snapshots if s.position > snapshot.position]:
+            context.snapshots.remove(newer)
+            self._spare = newer
+        self._last_step = -1
+        self._light = None
+        context.held = False
+        context.record = context.window = None
+        if context.healthy_window is not None and context.healthy_window.step >= snapshot.step:
+            context.healthy_window = None
+
+    def _abandoned(self, trainer: Trainer, step: int) -> list[StepRecord]:
+        """Records of the steps that are about to be undone, oldest first."""
+        context = self.context(trainer)
+        records = [r for r in context.history if r.step >= step]
+        if context.record is not None and all(r.step != context.record.step for r in records):
+            records.append(context.record)
+        return records
+
+    def _exclude(self, trainer: Trainer, request: _Request) -> None:
+        context = self.context(trainer)
+        if context.ledger is None:
+            from ..data.quarantine import QuarantineLedger
+
+            context.ledger = QuarantineLedger()
+        context.ledger.add(
+            request.exclude,
+            step=request.before_step,
+            incident=request.incident,
+            policy=str(request.action),
+            reason=request.reason,
+        )

@@ -1,0 +1,133 @@
+"""The data position of this rank: loader states, prefetched batches, the combined iterator, private generators."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import Trainer
+
+from . import lightning_private as private
+from .tree import clone
+
+if TYPE_CHECKING:
+    from ..data.quarantine import QuarantineLedger
+
+
+def cursor_problems(trainer: Trainer) -> list[str]:
+    """Why the data position cannot be put back exactly here; one sentence each, empty if it can."""
+    problems = []
+    loaders = private.train_loaders(trainer)
+    for loader in loaders:
+        name = type(loader).__name__
+        if not private.is_stateful(loader):
+            problems.append(
+                f"Rollback needs a data loader with `state_dict` and `load_state_dict`; {name} has none. Use"
+                " torchdata.stateful_dataloader.StatefulDataLoader, or lightning_sentinel.data.MixtureLoader."
+            )
+        elif getattr(loader, "in_order", True) is False and getattr(loader, "num_workers", 0) > 0:
+            problems.append(f"{name}(in_order=False) with workers has no reproducible order; set in_order=True.")
+    reload: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+    if reload:
+        problems.append(
+            f"reload_dataloaders_every_n_epochs={reload} replaces the loader while"
+            " training, and the state of a loader that is gone cannot be put back. Set it to 0."
+        )
+    if private.uses_dataloader_iter(trainer):
+        problems.append(
+            "training_step takes `dataloader_iter` and fetches batches itself; batches that it holds cannot be put"
+            " back. Take `batch` instead."
+        )
+    if len(loaders) > 1 and getattr(trainer.fit_loop._combined_loader, "_mode", "") == "max_size":
+        unknown = [
+            type(x).__name__ for x in private.combined_iterator(trainer).iterators if not hasattr(x, "_finished")
+        ]
+        if unknown:
+            problems.append(
+                f"CombinedLoader(mode='max_size') over {', '.join(unknown)}: whether such a loader is exhausted cannot"
+                " be read. Use StatefulDataLoader, or another mode."
+            )
+    return problems
+
+
+def take_cursor(trainer: Trainer, loop_state: dict[str, Any]) -> dict[str, Any]:
+    """Position of every training loader. ``loop_state`` already holds the loaders' states; they are moved here."""
+    fetcher = private.fetcher_of(trainer)
+    iterator = private.combined_iterator(trainer)
+    states = loop_state["state_dict"].pop("combined_loader", [])
+    cursor: dict[str, Any] = {
+        "loaders": clone(states),
+        "generators": {name: g.get_state() for name, g in _generators(trainer).items()},
+        "fetched": fetcher.fetched,
+        "done": fetcher.done,
+        "batches": clone(list(getattr(fetcher, "batches", []))),
+        "index": 0,
+        "consumed": None,
+        "finished": [],
+    }
+    if iterator is not None:
+        cursor["index"] = iterator._idx
+        cursor["consumed"] = list(iterator._consumed) if hasattr(iterator, "_consumed") else None
+        cursor["finished"] = [bool(getattr(x, "_finished", False)) for x in iterator.iterators]
+    return cursor
+
+
+def restore_cursor(trainer: Trainer, cursor: dict[str, Any], ledger: QuarantineLedger | None) -> None:
+    """Put every training loader back to its position. Draws from the global generators: restore them afterwards."""
+    fetcher = private.fetcher_of(trainer)
+    loaders = private.train_loaders(trainer)
+    for loader in loaders:
+        private.stop_workers(loader)
+    private.set_sampler_epochs(trainer)
+    stateful = [x for x in loaders if private.is_stateful(x)]
+    if len(stateful) != len(cursor["loaders"]):
+        raise RuntimeError(
+            f"The snapshot holds {len(cursor['loaders'])} loader states, this run has {len(stateful)} loaders with"
+            " state. Use the same training loaders as in the run that made the snapshot."
+        )
+    for loader, state in zip(stateful, cursor["loaders"], strict=True):
+        loader.load_state_dict(clone(state))
+    if ledger is not None:
+        ledger.apply(loaders)
+    private.iterate_without_prefetch(fetcher)
+    iterator = private.combined_iterator(trainer)
+    iterator._idx = cursor["index"]
+    if cursor["consumed"] is not None:
+        iterator._consumed = list(cursor["consumed"])
+    if type(iterator).__name__ == "_MaxSize":
+        # a loader that had run out would start over and hand out samples twice
+        for i, finished in enumerate(cursor["finished"]):
+            if finished:
+                iterator.iterators[i] = iter(())
+    if hasattr(fetcher, "batches"):
+        fetcher.batches = clone(cursor["batches"])
+    fetcher.fetched, fetcher.done = cursor["fetched"], cursor["done"]
+    for name, generator in _generators(trainer).items():
+        if name in cursor["generators"]:
+            generator.set_state(cursor["generators"][name])
+
+
+def _generators(trainer: Trainer) -> dict[str, torch.Generator]:
+    """Generators that belong to a training or validation loader, each once, by where they hang."""
+    evaluation = trainer.fit_loop.epoch_loop.val_loop._combined_loader
+    roles = {
+        "train": private.train_loaders(trainer),
+        "validation": [] if evaluation is None else evaluation.flattened,
+    }
+    found: dict[str, torch.Generator] = {}
+    seen: set[int] = set()
+    for role, loaders in roles.items():
+        for i, loader in enumerate(loaders):
+            batch_sampler = getattr(loader, "batch_sampler", None)
+            owners = {
+                "loader": loader,
+                "sampler": getattr(loader, "sampler", None),
+                "batch_sampler": batch_sampler,
+                "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
+            }
+            for where, owner in owners.items():
+                generator = getattr(owner, "generator", None)
+                if isinstance(generator, torch.Generator) and id(generator) not in seen:
+                    seen.add(id(generator))
+                    found[f"{role}.{i}.{where}"] = generator
+    return found

@@ -1,0 +1,366 @@
+"""Every private name of Lightning (and of torchmetrics and torchdata) that the suite touches, in one place.
+
+Checked on lightning 2.6.6, torchmetrics 1.8 and torchdata 0.11. :func:`missing_names` compares :data:`NAMES` with what is
+installed; a test fails with the name when one of them has moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveraging
+from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.loops.progress import _BaseProgress
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
+
+# (module, attribute path, the version that it was checked on). Attributes that only exist on instances are listed in
+# INSTANCE_NAMES with the path from the Trainer.
+NAMES: tuple[tuple[str, str, str], ...] = (
+    ("lightning.fabric.utilities.data", "_set_sampler_epoch", "2.6.6"),
+    ("lightning.fabric.utilities.types", "_Stateful", "2.6.6"),
+    ("lightning.pytorch.loops.fetchers", "_DataFetcher.__iter__", "2.6.6"),
+    ("lightning.pytorch.loops.fetchers", "_PrefetchDataFetcher", "2.6.6"),
+    ("lightning.pytorch.loops.fetchers", "_DataLoaderIterDataFetcher", "2.6.6"),
+    ("lightning.pytorch.loops.loop", "_Loop.reset_restart_stage", "2.6.6"),
+    ("lightning.pytorch.loops.loop", "_Loop.on_save_checkpoint", "2.6.6"),
+    ("lightning.pytorch.loops.loop", "_Loop.on_load_checkpoint", "2.6.6"),
+    ("lightning.pytorch.loops.progress", "_BaseProgress.load_state_dict", "2.6.6"),
+    ("lightning.pytorch.loops.fit_loop", "_FitLoop._should_accumulate", "2.6.6"),
+    ("lightning.pytorch.loops.training_epoch_loop", "_TrainingEpochLoop.advance", "2.6.6"),
+    ("lightning.pytorch.loops.training_epoch_loop", "_TrainingEpochLoop.on_advance_end", "2.6.6"),
+    ("lightning.pytorch.trainer.connectors.logger_connector.result", "_ResultMetric", "2.6.6"),
+    ("lightning.pytorch.trainer.connectors.logger_connector.result", "_Metadata", "2.6.6"),
+    ("lightning.pytorch.trainer.connectors.logger_connector.result", "_Sync", "2.6.6"),
+    (
+        "lightning.pytorch.trainer.connectors.logger_connector.logger_connector",
+        "_LoggerConnector.on_batch_end",
+        "2.6.6",
+    ),
+    (
+        "lightning.pytorch.trainer.connectors.logger_connector.logger_connector",
+        "_LoggerConnector.update_train_step_metrics",
+        "2.6.6",
+    ),
+    ("lightning.pytorch.utilities.combined_loader", "CombinedLoader._state_dicts", "2.6.6"),
+    ("lightning.pytorch.utilities.combined_loader", "CombinedLoader._load_state_dicts", "2.6.6"),
+    ("lightning.pytorch.utilities.combined_loader", "_ModeIterator", "2.6.6"),
+    ("lightning.pytorch.utilities.combined_loader", "_shutdown_workers_and_reset_iterator", "2.6.6"),
+)
+
+INSTANCE_NAMES: tuple[tuple[str, str], ...] = (
+    ("fit_loop._combined_loader", "2.6.6"),
+    ("fit_loop._data_fetcher", "2.6.6"),
+    ("fit_loop._combined_loader_states_to_load", "2.6.6"),
+    ("fit_loop._restarting", "2.6.6"),
+    ("fit_loop._loaded_from_state_dict", "2.6.6"),
+    ("fit_loop._resuming_from_checkpoint", "2.6.6"),
+    ("fit_loop.epoch_progress", "2.6.6"),
+    ("fit_loop.epoch_loop.batch_progress", "2.6.6"),
+    ("fit_loop.epoch_loop._results", "2.6.6"),
+    ("fit_loop.epoch_loop._batches_that_stepped", "2.6.6"),
+    ("fit_loop.epoch_loop._skip_next_val", "2.6.6"),
+    ("_logger_connector._first_loop_iter", "2.6.6"),
+    ("_logger_connector._current_fx", "2.6.6"),
+    ("_logger_connector._callback_metrics", "2.6.6"),
+    ("_logger_connector._logged_metrics", "2.6.6"),
+    ("_logger_connector._progress_bar_metrics", "2.6.6"),
+    ("strategy.optimizers", "2.6.6"),
+)
+
+METRIC_NAMES = ("_defaults", "_update_count", "_computed", "_forward_cache", "_cache", "_is_synced")
+RESULT_NAMES = ("_update_count", "_computed", "_forward_cache", "has_reset", "value", "meta", "is_tensor")
+CHECKPOINT_NAMES = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation", "_fs")
+
+
+def missing_names(trainer: Trainer) -> list[str]:
+    """Private names that the installed versions no longer have, each with the version it was last seen on."""
+    import torchmetrics
+
+    missing = []
+    for module, path, version in NAMES:
+        try:
+            owner: Any = import_module(module)
+            for part in path.split("."):
+                owner = getattr(owner, part)
+        except (ImportError, AttributeError):
+            missing.append(f"{module}.{path} (checked on {version})")
+    for path, version in INSTANCE_NAMES:
+        owner = trainer
+        try:
+            for part in path.split("."):
+                owner = getattr(owner, part)
+        except AttributeError:
+            missing.append(f"Trainer.{path} (checked on {version})")
+    metric = torchmetrics.MeanMetric()
+    missing += [f"torchmetrics.Metric.{n} (checked on 1.8)" for n in METRIC_NAMES if not hasattr(metric, n)]
+    result = _ResultMetric(_Metadata("training_step", "x"), True)
+    missing += [f"_ResultMetric.{n} (checked on 2.6.6)" for n in RESULT_NAMES if not hasattr(result, n)]
+    checkpoint = ModelCheckpoint()
+    missing += [f"ModelCheckpoint.{n} (checked on 2.6.6)" for n in CHECKPOINT_NAMES if not hasattr(checkpoint, n)]
+    if not hasattr(WeightAveraging(), "_average_model"):
+        missing.append("WeightAveraging._average_model (checked on 2.6.6)")
+    return missing
+
+
+# --- Where in the loop are we? ------------------------------------------------------------------------------------
+
+
+def in_batch(trainer: Trainer) -> bool:
+    """True between the start of a batch and the end of its ``on_train_batch_end`` hooks."""
+    current = trainer.fit_loop.epoch_loop.batch_progress.current
+    return bool(current.ready > current.completed)
+
+
+def window_open(trainer: Trainer) -> bool:
+    """True where the batches so far leave an accumulation unfinished (automatic optimization only)."""
+    loop = trainer.fit_loop.epoch_loop
+    if not trainer.lightning_module.automatic_optimization or loop.batch_progress.current.ready == 0:
+        return False
+    return bool(loop._should_accumulate())
+
+
+class AdvanceControl:
+    """Calls placed around ``epoch_loop.advance`` of one fit: before a batch is fetched, and after all its hooks.
+
+    The point before a batch is the one place in the loop where nothing of the previous batch is pending (validation,
+    plateau schedulers and loggers have run) and nothing of the next has begun, so a state taken there can be put back
+    without repeating or leaving out anything.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.before: list[Callable[[], None]] = []
+        self.after: list[Callable[[], None]] = []
+        self.first: Callable[[], bool] | None = None
+        self._loop = loop = trainer.fit_loop.epoch_loop
+        self._advance = loop.advance
+        loop.advance = self._controlled  # type: ignore[method-assign]
+
+    def _controlled(self, data_fetcher: _DataFetcher) -> None:
+        if self.first is not None:
+            first, self.first = self.first, None
+            if first():
+                return
+        for call in list(self.before):
+            call()
+        self._advance(data_fetcher)
+        for call in list(self.after):
+            call()
+
+    def skip_advance_end(self) -> None:
+        """Leave out the ``on_advance_end`` that follows: the restored state lies after it."""
+        loop = self._loop
+
+        def skipped(data_fetcher: _DataFetcher) -> None:
+            loop.__dict__.pop("on_advance_end", None)
+
+        loop.on_advance_end = skipped  # type: ignore[method-assign]
+
+
+def advance_control(trainer: Trainer) -> AdvanceControl:
+    """The control of this Trainer's training loop, made on first use. It does nothing while no call is registered."""
+    loop = trainer.fit_loop.epoch_loop
+    control = vars(loop).get("_sentinel_control")
+    if not isinstance(control, AdvanceControl):
+        control = AdvanceControl(trainer)
+        loop._sentinel_control = control
+    return control
+
+
+def finish_batch(trainer: Trainer) -> None:
+    """What ``advance`` does after ``on_train_batch_end``, for a state that was taken inside that hook."""
+    trainer._logger_connector.on_batch_end()
+    trainer.fit_loop.epoch_loop.batch_progress.increment_completed()
+    trainer._logger_connector.update_train_step_metrics()
+
+
+# --- Loops --------------------------------------------------------------------------------------------------------
+
+
+def _progress_state(progress: _BaseProgress) -> dict[str, Any]:
+    # ``asdict`` of the same thing costs twenty times as much, and light snapshots are taken every step.
+    return {k: _progress_state(v) if isinstance(v, _BaseProgress) else v for k, v in vars(progress).items()}
+
+
+def loop_state(trainer: Trainer) -> dict[str, Any]:
+    """What ``fit_loop.state_dict()`` returns (loader states included), plus the epoch loop's flag for validation."""
+    state: dict[str, Any] = {}
+
+    def walk(loop: _Loop, prefix: str) -> None:
+        state[prefix + "state_dict"] = loop.on_save_checkpoint()
+        for name, value in vars(loop).items():
+            if isinstance(value, _BaseProgress):
+                state[prefix + name] = _progress_state(value)
+            elif isinstance(value, _Loop):
+                walk(value, f"{prefix}{name}.")
+
+    walk(trainer.fit_loop, "")
+    return state
+
+
+def load_loop_state(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Load the loops' progress and leave no trace of a restart: this is a jump, not a resume."""
+    trainer.fit_loop.load_state_dict(state)
+    trainer.fit_loop._combined_loader_states_to_load = []
+
+    def clear(loop: _Loop) -> None:
+        loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+        loop.reset_restart_stage()
+        for value in vars(loop).values():
+            if isinstance(value, _Loop):
+                clear(value)
+
+    clear(trainer.fit_loop)
+    trainer.fit_loop.epoch_loop._skip_next_val = False
+
+
+# --- Loaders and fetcher ------------------------------------------------------------------------------------------
+
+
+def train_loaders(trainer: Trainer) -> list[Any]:
+    """The training loaders, flattened; empty before the first epoch was set up."""
+    combined = trainer.fit_loop._combined_loader
+    return [] if combined is None else list(combined.flattened)
+
+
+def is_stateful(loader: object) -> bool:
+    return isinstance(loader, _Stateful)
+
+
+def datamodule_of(trainer: Trainer) -> Any:
+    """The datamodule, or None. Its checkpoint hooks come from a mixin that static types do not show."""
+    return trainer.datamodule  # type: ignore[attr-defined]
+
+
+def set_sampler_epochs(trainer: Trainer) -> None:
+    epoch = trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
+    for loader in train_loaders(trainer):
+        _set_sampler_epoch(loader, epoch)
+
+
+def fetcher_of(trainer: Trainer) -> Any:
+    fetcher = trainer.fit_loop._data_fetcher
+    if fetcher is None:
+        raise RuntimeError("The training loader is not set up yet: snapshots exist only while a fit is running.")
+    return fetcher
+
+
+def iterate_without_prefetch(fetcher: _DataFetcher) -> None:
+    """New iterators over the loaders. The fetcher's own ``__iter__`` would draw a batch, which is restored instead."""
+    _DataFetcher.__iter__(fetcher)
+
+
+def uses_dataloader_iter(trainer: Trainer) -> bool:
+    return isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
+
+
+def combined_iterator(trainer: Trainer) -> Any:
+    combined = trainer.fit_loop._combined_loader
+    return None if combined is None else combined._iterator
+
+
+def stop_workers(loader: Any) -> None:
+    """End the loader's worker processes now; without this they live until the garbage collector finds them."""
+    iterator = getattr(loader, "_iterator", None)
+    if iterator is not None and hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()
+
+
+# --- Logged values ------------------------------------------------------------------------------------------------
+
+
+def logger_state(trainer: Trainer) -> dict[str, Any]:
+    connector = trainer._logger_connector
+    return {
+        "first_loop_iter": connector._first_loop_iter,
+        "current_fx": connector._current_fx,
+        "callback": dict(connector._callback_metrics),
+        "logged": dict(connector._logged_metrics),
+        "progress_bar": dict(connector._progress_bar_metrics),
+    }
+
+
+def load_logger_state(trainer: Trainer, state: dict[str, Any]) -> None:
+    connector = trainer._logger_connector
+    connector._first_loop_iter = state["first_loop_iter"]
+    connector._current_fx = state["current_fx"]
+    connector._callback_metrics = dict(state["callback"])
+    connector._logged_metrics = dict(state["logged"])
+    connector._progress_bar_metrics = dict(state["progress_bar"])
+
+
+_RESULT_FIELDS = ("value", "cumulated_batch_size", "_forward_cache", "_computed", "_update_count", "has_reset")
+_META_FIELDS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+
+
+def result_state(trainer: Trainer) -> dict[str, dict[str, Any]]:
+    """Values accumulated by ``self.log`` in this epoch, by key. Lightning replaces these tensors and never edits them."""
+    state = {}
+    for key, result in trainer.fit_loop.epoch_loop._results.items():
+        meta = result.meta
+        sync = meta.sync
+        state[key] = {
+            "fields": {
+                n: getattr(result, n)
+                for n in _RESULT_FIELDS
+                if hasattr(result, n) and (result.is_tensor or n != "value")
+            },
+            "meta": {n: getattr(meta, n) for n in _META_FIELDS}
+            | {
+                "reduce_fx": meta.reduce_fx.__name__,
+                "dataloader_idx": meta.dataloader_idx,
+                "metric_attribute": meta.metric_attribute,
+                "sync": sync._should,
+                "rank_zero_only": sync.rank_zero_only,
+            },
+            "is_tensor": result.is_tensor,
+        }
+    return state
+
+
+def load_result_state(trainer: Trainer, state: dict[str, dict[str, Any]]) -> None:
+    """Put the epoch's logged values back. Keys of the abandoned path go; keys unknown to a new process are made."""
+    results = trainer.fit_loop.epoch_loop._results
+    for key in [k for k in results if k not in state]:
+        del results[key]
+    for key, saved in state.items():
+        result = results.get(key)
+        if result is None:
+            meta = dict(saved["meta"])
+            sync = _Sync(
+                _should=meta.pop("sync"), fn=trainer.strategy.reduce, rank_zero_only=meta.pop("rank_zero_only")
+            )
+            made = _Metadata(**{**meta, "reduce_fx": getattr(torch, meta["reduce_fx"])})
+            made.sync = sync
+            result = results[key] = _ResultMetric(made, saved["is_tensor"])
+            if not saved["is_tensor"]:
+                # a metric that the module holds: the object of this process stands in for the one that was logged
+                result.value = dict(trainer.lightning_module.named_modules())[meta["metric_attribute"]]
+        for name, value in saved["fields"].items():
+            setattr(result, name, value)
+
+
+def active_results(trainer: Trainer) -> Iterator[Any]:
+    """Metric objects that were given to ``self.log`` and are not tensors."""
+    for result in trainer.fit_loop.epoch_loop._results.values():
+        if not result.is_tensor:
+            yield result.value
+
+
+# --- Hooks that a user may override -------------------------------------------------------------------------------
+
+
+def overrides(instance: object, hook: str) -> bool:
+    """True where the user's class (not Lightning's) defines the hook."""
+    for cls in type(instance).__mro__:
+        if hook in vars(cls):
+            return cls not in (LightningModule, LightningDataModule, Callback) and not cls.__module__.startswith(
+                "lightning.pytorch.core."
+            )
+    return False
