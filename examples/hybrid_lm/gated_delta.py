@@ -64,9 +64,7 @@ def pad_to_chunks(x: Tensor, chunk_size: int, dim: int) -> Tensor:
     return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x
 
 
-def chunked(
-    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, masks: ChunkMasks
-) -> Tensor:
+def chunked(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, masks: ChunkMasks) -> Tensor:
     """The gated delta rule over whole chunks.
 
     Args:

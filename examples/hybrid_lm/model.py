@@ -50,6 +50,7 @@ class HybridLMConfig:
         conv_size: Taps of the short convolution before the delta rule.
         chunk_size: Tokens in a chunk of the chunked delta rule; changes the speed and the rounding, nothing else.
         tie_embeddings: Use the embedding as the output matrix.
+        norm_eps: Added to the mean square in every RMSNorm.
         init_std: Standard deviation of the initial weights; what writes to the residual stream gets
             ``init_std / sqrt(2 * layers)``.
     """
@@ -74,13 +75,10 @@ class HybridLMConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        for name in (
-            *("vocab_size", "width", "layers", "ffn_width", "attention_every"),
-            *("attention_heads", "attention_kv_heads", "attention_head_dim"),
-            *("linear_key_heads", "linear_value_heads", "linear_head_dim", "conv_size", "chunk_size"),
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, kind in self.__annotations__.items():
+            value = getattr(self, name)
+            if kind == "int" and not (isinstance(value, int) and value >= 1):
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
         for name in ("norm_eps", "init_std", "rotary_base"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
@@ -320,7 +318,7 @@ class HybridLM(nn.Module):
                 writes_residual = name.endswith((".out", ".down"))
                 nn.init.normal_(module.weight, std=std / math.sqrt(2 * self.config.layers) if writes_residual else std)
             elif isinstance(module, ShortConv):
-                nn.init.uniform_(module.weight, -module.weight.shape[0] ** -0.5, module.weight.shape[0] ** -0.5)
+                nn.init.uniform_(module.weight, -(module.weight.shape[0] ** -0.5), module.weight.shape[0] ** -0.5)
             elif isinstance(module, GatedDeltaNet):
                 # Heads remember from one token to about a thousand: rate 1 to 16, step 0.001 to 0.1 (as in Mamba-2).
                 module.log_rate.uniform_(1, 16).log_()
