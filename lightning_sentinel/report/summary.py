@@ -81,7 +81,7 @@ def summarise(run: RunData, *, failures: Sequence[str] = (), now: float | None =
 
 
 def run_status(run: RunData, now: float) -> str:
-    """``finished``, ``stopped``, ``failed`` or ``interrupted``, as the newest fit's end says; else ``running`` or ``lost``."""
+    """As the newest fit's end says: finished, stopped, failed, interrupted; without one ``running`` or ``lost``."""
     marks = run.of("run.started", "run.ended")
     if marks and marks[-1]["event"] == "run.ended":
         return str(marks[-1].get("status", "finished"))
