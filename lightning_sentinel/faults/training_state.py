@@ -56,7 +56,7 @@ class BadRank(Fault):
         noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(self.seed))
         with torch.no_grad():
             weight.copy_(noise * self.std)
-        self.struck(moment, parameter=self.parameter, std=self.std, rank=moment.trainer.global_rank)
+        self.struck(moment, parameter=self.parameter, std=self.std)
 
 
 class LearningRateSpike(Fault):

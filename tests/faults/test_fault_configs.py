@@ -26,7 +26,12 @@ def config_dir(tmp_path: Path) -> Path:
 def faults_of(config_dir: Path, *overrides: str) -> list[Fault]:
     with initialize_config_dir(str(config_dir), version_base="1.3"):
         config = compose("main", overrides=list(overrides))
-    return FaultInjector(instantiate(config.get("faults", {}))).faults
+    node = config.get("callbacks", {}).get("fault_injector")
+    if node is None:
+        return []
+    injector = instantiate(node)
+    assert isinstance(injector, FaultInjector)
+    return injector.faults
 
 
 def test_every_fault_has_a_file() -> None:
@@ -38,7 +43,7 @@ def test_a_file_makes_its_fault_with_the_keys_it_names(config_dir: Path, name: s
     (fault,) = faults_of(config_dir, f"faults={name}")
     assert type(fault) is CATALOGUE[name]
     assert fault.name == name
-    node = OmegaConf.load(GROUP / f"{name}.yaml")[name]
+    node = OmegaConf.load(GROUP / f"{name}.yaml").faults[name]
     assert set(node) - {"_target_"} <= {
         parameter for kind in type(fault).__mro__ for parameter in inspect.signature(kind).parameters
     }

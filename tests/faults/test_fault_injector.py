@@ -515,7 +515,7 @@ def test_bad_rank_overwrites_the_weights_of_its_rank() -> None:
     assert (fault.fired, other.fired) == (1, 0)
     assert float(module.head.weight.detach().std()) == pytest.approx(9.0, rel=0.1)
     assert module.losses[1] > 5 * module.losses[0]
-    assert lines[0]["rank"] == 0
+    assert lines[0]["parameter"] == "head.weight"
 
 
 def test_bad_rank_parameter_that_does_not_exist() -> None:
