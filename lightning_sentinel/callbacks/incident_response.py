@@ -8,25 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
+from .. import recovery
+from ..actuator import Actuator
 from ..data.quarantine import QuarantineLedger
-from ..detectors.forecast import ForecastBand
-from ..incidents import (
-    Action,
-    Finding,
-    FindingKind,
-    Incident,
-    IncidentStatus,
-    Severity,
-    Verdict,
-    VerdictKind,
-)
-from ..policy import NEEDS_ROLLBACK, NONFINITE, REPORT_ONLY, Choice, Policy, Situation, case_of
-from ..record import SOURCE_LOSS, SOURCE_TOKENS, StepRecord, weighted_mean
+from ..incidents import Action, Finding, FindingKind, Incident, Severity, Verdict, VerdictKind
+from ..policy import NEEDS_ROLLBACK, REPORT_ONLY, Choice, Policy, Situation, case_of
+from ..record import StepRecord
+from ..recovery import IncidentWatch
 from .base import SentinelCallback, find_callback
 from .batch_validator import BatchValidator
 from .forensic_checkpoint import ForensicCheckpoint
@@ -36,7 +27,6 @@ from .rollback import Rollback, RollbackUnavailable
 log = logging.getLogger("lightning_sentinel")
 
 EXIT_CODE_STOPPED = 77
-MIN_HISTORY = 8  # losses that a forecast needs at least
 
 
 class TrainingStopped(SystemExit):
@@ -126,15 +116,11 @@ class IncidentResponse(SentinelCallback):
         self.max_forwards, self.max_seconds = max_forwards, max_seconds
         self.exit_on_stop = exit_on_stop
         self.stop_reason: str | None = None
-        self._watched: dict[int, _Watch] = {}
+        self.actuator = Actuator()
+        self._watched: dict[int, IncidentWatch] = {}
         self._taken: deque[tuple[int, Action]] = deque()
         self._gates = 0
         self._passed_in_batch = 0
-        self._new_scale: float | None = None
-        self._scaler_state: dict[str, Any] | None = None
-        self._reduction: dict[str, Any] | None = None
-        self._plan_until: int | None = None
-        self._hooks: list[Any] = []
 
     # ------------------------------------------------------------------------------------------------- life of a fit
 
@@ -150,18 +136,14 @@ class IncidentResponse(SentinelCallback):
             validator.neutralise = True
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for optimizer in trainer.optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
-            self._hooks.append(optimizer.register_step_post_hook(self._after_step))
-        if self.triage or self.policy.mode != "observe":
-            from ..triage.window import ensure_capture
+        from ..triage.window import ensure_capture
 
-            ensure_capture(trainer)
+        self.stop_reason = None
+        self.actuator.attach(trainer)
+        ensure_capture(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self.actuator.detach()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._passed_in_batch = 0
@@ -169,12 +151,7 @@ class IncidentResponse(SentinelCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        if scaler is not None and self._scaler_state is not None:
-            scaler.load_state_dict(self._scaler_state)
-        if scaler is not None and self._new_scale is not None:
-            scaler.update(self._new_scale)
-        self._scaler_state = self._new_scale = None
+        self.actuator.finish_batch(trainer)
         if self.stop_reason is not None:
             trainer.should_stop = True
             if self.exit_on_stop:
@@ -192,7 +169,6 @@ class IncidentResponse(SentinelCallback):
     ) -> None:
         """Answer one record. Every rank calls it with the same arguments and takes the same way."""
         self._gates += 1
-        self._optimizer = optimizer
         serious = self._serious(findings)
         for finding in findings:
             if finding not in serious:
@@ -202,10 +178,10 @@ class IncidentResponse(SentinelCallback):
         elif record.has_nonfinite and not self._scaler_handles(trainer, record):
             # No detector called it an incident; a non-finite update is kept out all the same.
             if self.policy.mode != "observe":
-                self._hold(trainer, optimizer)
+                self.actuator.hold(trainer, optimizer)
         else:
             self._watch_recovery(trainer, record)
-            self._keep_plan(trainer, optimizer, record)
+            self.actuator.keep_plan(trainer, optimizer, record.step)
             self._mark_healthy(trainer, record)
         if not self.context(trainer).held:
             self._passed_in_batch += 1
@@ -229,7 +205,6 @@ class IncidentResponse(SentinelCallback):
         record: StepRecord,
         findings: list[Finding],
     ) -> None:
-        context = self.context(trainer)
         incident = self._incident_for(trainer, record, findings)
         watch = self._watched[incident.number]
         watch.healthy = []
@@ -242,6 +217,7 @@ class IncidentResponse(SentinelCallback):
         neutralised = bool(findings) and all(bool(f.evidence.get("neutralised")) for f in findings)
         watch.case = case_of(verdict, incident.kinds | kinds, neutralised=neutralised)
         since = verdict.since_step if verdict.since_step is not None else incident.since_step
+        watch.before = [p for p in watch.before if p.step < since]
         nonfinite = record.has_nonfinite and not self._scaler_handles(trainer, record)
         situation = Situation(
             case=watch.case,
@@ -253,7 +229,7 @@ class IncidentResponse(SentinelCallback):
         )
         choice = self.policy.choose(situation)
         watch.answers += choice.action is not Action.NONE
-        watch.last_step, watch.last_attempt = record.step, context.attempt
+        watch.last_step = record.step
         self._act(trainer, optimizer, record, incident, watch, choice, since)
         self._journal_incident(trainer, incident, "updated")
 
@@ -281,7 +257,7 @@ class IncidentResponse(SentinelCallback):
             findings=list(findings),
         )
         context.incidents.append(incident)
-        self._watched[incident.number] = _Watch(record.step, context.attempt, list(context.history))
+        self._watched[incident.number] = IncidentWatch(record.step, context.history)
         self._journal_incident(trainer, incident, "opened")
         checkpoint = find_callback(trainer, ForensicCheckpoint)
         if checkpoint is not None and kinds - REPORT_ONLY:
@@ -291,7 +267,7 @@ class IncidentResponse(SentinelCallback):
         return incident
 
     @staticmethod
-    def _needs_triage(kinds: set[FindingKind], watch: _Watch) -> bool:
+    def _needs_triage(kinds: set[FindingKind], watch: IncidentWatch) -> bool:
         """Examine when the incident is new, has a new side, or an answer has not helped."""
         if kinds <= REPORT_ONLY:
             return False
@@ -335,7 +311,7 @@ class IncidentResponse(SentinelCallback):
             )
         return verdict
 
-    def _unavailable(self, trainer: Trainer, since: int, watch: _Watch) -> dict[Action, str]:
+    def _unavailable(self, trainer: Trainer, since: int, watch: IncidentWatch) -> dict[Action, str]:
         context = self.context(trainer)
         reasons: dict[Action, str] = {}
         rollback = find_callback(trainer, Rollback)
@@ -366,7 +342,7 @@ class IncidentResponse(SentinelCallback):
         optimizer: Optimizer,
         record: StepRecord,
         incident: Incident,
-        watch: _Watch,
+        watch: IncidentWatch,
         choice: Choice,
         since: int,
     ) -> None:
@@ -388,7 +364,7 @@ class IncidentResponse(SentinelCallback):
         if self.policy.mode == "observe":
             return
         if action in NEEDS_ROLLBACK:
-            self._hold(trainer, optimizer)
+            self.actuator.hold(trainer, optimizer)
             rollback = find_callback(trainer, Rollback)
             assert rollback is not None
             before = record.step if action is Action.RETRY_STEP else min(since, record.step)
@@ -409,28 +385,29 @@ class IncidentResponse(SentinelCallback):
             self._announce_exclusion(trainer, incident, names, choice.reason)
             incident.actions[-1]["to_step"] = snapshot.step
             if watch.case == "optimization/lr":
-                self._plan_until = record.step + self.probation_steps
+                self.actuator.plan_until = record.step + self.probation_steps
             return
         if action is Action.NONE:
             if record.has_nonfinite and not self._scaler_handles(trainer, record):
-                self._hold(trainer, optimizer)
+                self.actuator.hold(trainer, optimizer)
             return
         self._journal_action(trainer, incident)
         if action is Action.SKIP_STEP:
-            self._hold(trainer, optimizer)
+            self.actuator.hold(trainer, optimizer)
             if watch.case == "numerics/scale":
-                self._keep_scale(trainer)
+                self.actuator.keep_scale(trainer)
             elif self._passed_in_batch:
                 self._undo_earlier_update(trainer, incident, record, choice)
         elif action is Action.REDUCE_LR:
-            self._hold(trainer, optimizer)
-            self._reduce_rate(trainer, record, incident)
+            self.actuator.hold(trainer, optimizer)
+            steps = None if self.lr_permanent else self.lr_steps
+            self.actuator.reduce_rate(trainer, record.step, incident.number, self.lr_factor, steps)
         elif action is Action.LOWER_LOSS_SCALE:
-            self._lower_scale(trainer, record)
+            self.actuator.lower_scale(float(record.column("loss_scale").min()))
         elif action is Action.RESTORE_OPTIMIZER:
             self._restore_optimizer(trainer, optimizer, since, watch.case)
         elif action is Action.STOP:
-            self._hold(trainer, optimizer)
+            self.actuator.hold(trainer, optimizer)
             self.stop_reason = self._last_words(record, incident)
             log.error("%s", self.stop_reason)
         if names:
@@ -448,40 +425,6 @@ class IncidentResponse(SentinelCallback):
         if action is Action.ROLLBACK_SKIP:
             return samples
         return ()
-
-    def _hold(self, trainer: Trainer, optimizer: Optimizer) -> None:
-        """Keep this step's update out: no gradient, no update. Buffers that the forward changed go back."""
-        from ..triage.window import restore_buffers
-
-        self.context(trainer).held = True
-        scaled_by_optimizer = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if getattr(trainer.precision_plugin, "scaler", None) is not None and scaled_by_optimizer:
-            # A fused optimizer with a scaler needs gradients to be there: the step pre-hook raises its own flag.
-            self._skip_fused = True
-        else:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
-        restore_buffers(trainer)
-
-    _skip_fused = False
-
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._skip_fused and getattr(optimizer, "found_inf", None) is not None:
-            optimizer.found_inf = torch.ones_like(optimizer.found_inf)  # type: ignore[attr-defined]
-        if self._reduction is not None:
-            self._saved_rates = [group["lr"] for group in optimizer.param_groups]
-            for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * self._reduction["factor"]
-
-    _saved_rates: list[Any] | None = None
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._skip_fused = False
-        if self._saved_rates is not None:
-            for group, rate in zip(optimizer.param_groups, self._saved_rates, strict=True):
-                group["lr"] = rate
-            self._saved_rates = None
 
     def _undo_earlier_update(self, trainer: Trainer, incident: Incident, record: StepRecord, choice: Choice) -> None:
         """Another optimizer has already stepped in this batch: the half-made step goes back as a whole."""
@@ -503,61 +446,19 @@ class IncidentResponse(SentinelCallback):
         except RollbackUnavailable as error:
             log.warning("an earlier optimizer has already stepped in this batch; it can't be undone: %s", error)
 
-    def _keep_scale(self, trainer: Trainer) -> None:
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        if scaler is not None:
-            self._scaler_state = dict(scaler.state_dict())
-
-    def _lower_scale(self, trainer: Trainer, record: StepRecord) -> None:
-        scale = float(record.column("loss_scale").min())
-        self._new_scale = max(1.0, scale / 16.0)
-
-    def _reduce_rate(self, trainer: Trainer, record: StepRecord, incident: Incident) -> None:
-        context = self.context(trainer)
-        until = None if self.lr_permanent else record.step + self.lr_steps
-        factor = self.lr_factor * (self._reduction["factor"] if self._reduction else 1.0)
-        self._reduction = {"factor": factor, "from": record.step, "until": until, "incident": incident.number}
-        identity = f"lr-{incident.number}-{record.step}" if self.lr_permanent else None
-        context.write(trainer, "experiment.started", kind="reduce_lr", **self._reduction, experiment=identity)
-        if identity is not None:
-            context.scratch["experiment"] = identity
-
-    def _keep_plan(self, trainer: Trainer, optimizer: Optimizer, record: StepRecord) -> None:
-        """End a temporary reduction; hold the rate to the scheduler's plan for a while after a wrong one."""
-        context = self.context(trainer)
-        until = self._reduction["until"] if self._reduction is not None else None
-        if self._reduction is not None and until is not None and record.step >= until:
-            context.write(trainer, "experiment.ended", kind="reduce_lr", **self._reduction)
-            self._reduction = None
-        if self._plan_until is None:
-            return
-        if record.step >= self._plan_until:
-            self._plan_until = None
-            return
-        _, planned, actual = context.rates[-1]
-        if planned is not None and planned != actual:
-            for group, rate in zip(optimizer.param_groups, planned, strict=True):
-                group["lr"] = rate
-            context.write(trainer, "lr.changed", old=list(actual), new=list(planned), reason="held to the plan")
-
     def _restore_optimizer(self, trainer: Trainer, optimizer: Optimizer, since: int, case: str) -> None:
         """State of optimizer and schedule from before: the checkpoint's after a restart, else the newest clean snapshot's."""
         checkpoint = find_callback(trainer, ForensicCheckpoint)
         saved = checkpoint.saved_schedule(trainer) if checkpoint is not None else None
         if case == "optimization/scheduler" and saved is not None:
-            for config, state in zip(trainer.lr_scheduler_configs, saved["schedulers"], strict=True):
-                config.scheduler.load_state_dict(state)
-            for live, rates in zip(trainer.optimizers, saved["rates"], strict=True):
-                for group, rate in zip(live.param_groups, rates, strict=True):
-                    group["lr"] = rate
+            self.actuator.restore_schedule(trainer, saved)
             return
-        self._hold(trainer, optimizer)
-        clean = [s for s in self.context(trainer).snapshots if s.params is not None and s.step <= since]
-        for live, state in zip(trainer.optimizers, clean[-1].optimizers, strict=True):
-            live.load_state_dict(_clone(state))
+        self.actuator.hold(trainer, optimizer)
+        clean = [s for s in self.context(trainer).snapshots if s.params is not None and s.step <= since][-1]
+        self.actuator.restore_optimizers(trainer, clean.optimizers)
         if case == "optimization/scheduler":
-            for config, state in zip(trainer.lr_scheduler_configs, clean[-1].schedulers, strict=True):
-                config.scheduler.load_state_dict(_clone(state))
+            rates = [[group["lr"] for group in state["param_groups"]] for state in clean.optimizers]
+            self.actuator.restore_schedule(trainer, {"schedulers": clean.schedulers, "rates": rates})
 
     def _quarantine(self, trainer: Trainer, incident: Incident, names: Sequence[str], reason: str, step: int) -> None:
         context = self.context(trainer)
@@ -590,16 +491,14 @@ class IncidentResponse(SentinelCallback):
             watch = self._watched.get(incident.number)
             if not incident.is_open or watch is None or record.step <= watch.last_step:
                 continue
-            watch.healthy.append((record.step, watch.loss(record, self._gone(trainer))))
+            watch.add(record)
             if len(watch.healthy) < self.probation_steps:
                 continue
-            incident.path_z = watch.path_z(self._gone(trainer))
-            incident.closed_step = record.step
-            back = incident.path_z is None or incident.path_z <= self.recovered_z
+            path_z = watch.path_z(self._gone(trainer))
+            back = path_z is None or path_z <= self.recovered_z
             if not back and len(watch.healthy) < 3 * self.probation_steps:
                 continue
-            incident.status = IncidentStatus.RECOVERED if back else IncidentStatus.ESCALATED
-            incident.closing = _closing_words(incident, self.probation_steps, self.recovered_z)
+            recovery.close(incident, record.step, path_z, self.recovered_z, len(watch.healthy))
             del self._watched[incident.number]
             self._journal_incident(trainer, incident, "closed")
             log.warning("incident %d closed: %s", incident.number, incident.closing)
@@ -622,7 +521,7 @@ class IncidentResponse(SentinelCallback):
         if rollback is not None and not any(
             i.is_open and i.kinds - REPORT_ONLY for i in self.context(trainer).incidents
         ):
-            rollback.mark_known_good(trainer, record.step - self.probation_steps)
+            rollback.mark_known_good(record.step - self.probation_steps)
 
     # ------------------------------------------------------------------------------------------------------ journal
 
@@ -656,16 +555,14 @@ class IncidentResponse(SentinelCallback):
             "gates": self._gates,
             "taken": [(gate, str(action)) for gate, action in self._taken],
             "watched": {number: watch.state_dict() for number, watch in self._watched.items()},
-            "reduction": dict(self._reduction) if self._reduction else None,
-            "plan_until": self._plan_until,
+            "actuator": self.actuator.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._gates = state_dict["gates"]
         self._taken = deque((gate, Action(action)) for gate, action in state_dict["taken"])
-        self._watched = {int(n): _Watch.from_state(w) for n, w in state_dict["watched"].items()}
-        self._reduction = state_dict["reduction"]
-        self._plan_until = state_dict["plan_until"]
+        self._watched = {int(n): IncidentWatch.from_state(w) for n, w in state_dict["watched"].items()}
+        self.actuator.load_state_dict(state_dict["actuator"])
 
 
 # A finding of this kind concerns one step; the same kind at a later step is another incident.
@@ -678,64 +575,6 @@ _SINGLE_STEP = frozenset(
         FindingKind.NONFINITE_GRADS,
     }
 )
-
-
-class _Watch:
-    """What the response remembers of an open incident."""
-
-    def __init__(self, step: int, attempt: int, history: Sequence[StepRecord]) -> None:
-        self.last_step, self.last_attempt = step, attempt
-        self.answers = 0
-        self.case = ""
-        self.examined: set[FindingKind] = set()
-        self.examined_answers = 0
-        self.healthy: list[tuple[int, float]] = []
-        self.before = [
-            {
-                "step": r.step,
-                "loss": r.mean_loss,
-                "sources": {s: (r.source_loss(s), float(r.column(SOURCE_TOKENS + s).sum())) for s in r.sources},
-            }
-            for r in history
-        ]
-
-    @staticmethod
-    def loss(record: StepRecord, gone: frozenset[str]) -> float:
-        """Mean loss in nats, over the sources that are left."""
-        left = [s for s in record.sources if s not in gone]
-        if not gone or not left:
-            return record.mean_loss
-        losses = np.concatenate([record.column(SOURCE_LOSS + s) for s in left])
-        tokens = np.concatenate([record.column(SOURCE_TOKENS + s) for s in left])
-        return weighted_mean(losses, tokens)
-
-    def path_z(self, gone: frozenset[str]) -> float | None:
-        """Distance of the recent median loss from the forecast made before the incident, in robust sigma."""
-        steps, losses = [], []
-        for entry in self.before:
-            loss = entry["loss"]
-            if gone and entry["sources"]:
-                left = [v for s, v in entry["sources"].items() if s not in gone]
-                loss = weighted_mean(np.array([v[0] for v in left]), np.array([v[1] for v in left])) if left else loss
-            if np.isfinite(loss):
-                steps.append(entry["step"])
-                losses.append(loss)
-        after = [(s, x) for s, x in self.healthy if np.isfinite(x)]
-        if len(losses) < MIN_HISTORY or not after:
-            return None
-        band = ForecastBand.fit(zip(steps, losses, strict=True))
-        return float(np.median([band.z(step, loss) for step, loss in after]))
-
-    def state_dict(self) -> dict[str, Any]:
-        return vars(self) | {"examined": [str(k) for k in self.examined]}
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> _Watch:
-        watch = cls(state["last_step"], state["last_attempt"], [])
-        vars(watch).update(state)
-        watch.healthy = [(int(step), float(loss)) for step, loss in state["healthy"]]
-        watch.examined = {FindingKind(k) for k in state["examined"]}
-        return watch
 
 
 def _verdict_from_findings(incident: Incident, record: StepRecord) -> Verdict:
@@ -753,27 +592,8 @@ def _verdict_from_findings(incident: Incident, record: StepRecord) -> Verdict:
     return Verdict(kind, culprits, "from the findings alone", incident.since_step, sample_ids=samples)
 
 
-def _closing_words(incident: Incident, probation: int, limit: float) -> str:
-    if incident.path_z is None:
-        return f"{probation} healthy steps; there was too little history for a forecast"
-    if incident.status is IncidentStatus.RECOVERED:
-        return (
-            f"back on the path: {incident.path_z:+.1f} sigma from the forecast (at most {limit:g}), {probation} steps"
-        )
-    return f"not back on the path: {incident.path_z:+.1f} sigma from the forecast (at most {limit:g})"
-
-
 def _loaders(trainer: Trainer) -> list[Any]:
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
     loaders = trainer.train_dataloader
     return list(loaders.flattened) if isinstance(loaders, CombinedLoader) else [loaders]
-
-
-def _clone(state: Any) -> Any:
-    import copy
-
-    return copy.deepcopy(state)
-
-
-__all__ = ["EXIT_CODE_STOPPED", "NONFINITE", "IncidentResponse", "TrainingStopped"]

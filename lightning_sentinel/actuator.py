@@ -1,0 +1,156 @@
+"""The hands of the response: hold an update, put rates, scale and optimizer state right. No decision is made here."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch.optim import Optimizer
+
+from .context import context_of
+
+log = logging.getLogger("lightning_sentinel")
+
+SCALE_STEP = 16.0  # a lowered loss scale is this much smaller: four halvings at once
+
+
+class Actuator:
+    """Changes a run on behalf of ``IncidentResponse``; attached to the optimizers for one fit.
+
+    Attributes:
+        reduction: A reduced learning rate in force: ``factor``, ``from``, ``until`` (step or None), ``incident``.
+        plan_until: Step up to which the learning rate is held to what the scheduler set, or None.
+    """
+
+    def __init__(self) -> None:
+        self.reduction: dict[str, Any] | None = None
+        self.plan_until: int | None = None
+        self._hooks: list[Any] = []
+        self._skip_fused = False
+        self._saved_rates: list[Any] | None = None
+        self._scaler_state: dict[str, Any] | None = None
+        self._new_scale: float | None = None
+
+    def attach(self, trainer: Trainer) -> None:
+        for optimizer in trainer.optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            self._hooks.append(optimizer.register_step_post_hook(self._after_step))
+
+    def detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    # ------------------------------------------------------------------------------------------------ holding a step
+
+    def hold(self, trainer: Trainer, optimizer: Optimizer) -> None:
+        """Keep this step's update out: no gradient, no update. Buffers that the forward changed go back."""
+        from .triage.window import restore_buffers
+
+        context_of(trainer).held = True
+        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if getattr(trainer.precision_plugin, "scaler", None) is not None and fused:
+            # GradScaler insists on gradients with a fused optimizer: the step pre-hook raises the optimizer's own flag.
+            self._skip_fused = True
+        else:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+        restore_buffers(trainer)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        found = getattr(optimizer, "found_inf", None)
+        if self._skip_fused and found is not None:
+            optimizer.found_inf = torch.ones_like(found)  # type: ignore[attr-defined]
+        if self.reduction is not None:
+            # Multiplied for this step only: a scheduler that computes the next rate from the last one never sees it.
+            self._saved_rates = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * self.reduction["factor"]
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._skip_fused = False
+        if self._saved_rates is not None:
+            for group, rate in zip(optimizer.param_groups, self._saved_rates, strict=True):
+                group["lr"] = rate
+            self._saved_rates = None
+
+    # ------------------------------------------------------------------------------------------------ learning rate
+
+    def reduce_rate(self, trainer: Trainer, step: int, incident: int, factor: float, steps: int | None) -> None:
+        """Multiply the rate by ``factor`` for ``steps`` steps; None: for good, which starts a new experiment id."""
+        context = context_of(trainer)
+        if self.reduction is not None:
+            factor *= self.reduction["factor"]
+        until = None if steps is None else step + steps
+        self.reduction = {"factor": factor, "from": step, "until": until, "incident": incident}
+        identity = None if steps is not None else f"lr-{incident}-{step}"
+        if identity is not None:
+            context.scratch["experiment"] = identity
+        context.write(trainer, "experiment.started", kind="reduce_lr", experiment=identity, **self.reduction)
+
+    def keep_plan(self, trainer: Trainer, optimizer: Optimizer, step: int) -> None:
+        """End a temporary reduction when it is due; hold the rate to the scheduler's plan while ``plan_until`` lasts."""
+        context = context_of(trainer)
+        until = None if self.reduction is None else self.reduction["until"]
+        if self.reduction is not None and until is not None and step >= until:
+            context.write(trainer, "experiment.ended", kind="reduce_lr", **self.reduction)
+            self.reduction = None
+        if self.plan_until is None:
+            return
+        if step >= self.plan_until:
+            self.plan_until = None
+            return
+        _, planned, actual = context.rates[-1]
+        if planned is not None and planned != actual:
+            for group, rate in zip(optimizer.param_groups, planned, strict=True):
+                group["lr"] = rate
+            context.write(trainer, "lr.changed", old=list(actual), new=list(planned), reason="held to the plan")
+
+    # -------------------------------------------------------------------------------------------------- loss scale
+
+    def keep_scale(self, trainer: Trainer) -> None:
+        """Leave the loss scale as it is although this step overflowed."""
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            self._scaler_state = dict(scaler.state_dict())
+
+    def lower_scale(self, scale: float) -> None:
+        """Set a smaller loss scale at the end of this batch."""
+        self._new_scale = max(1.0, scale / SCALE_STEP)
+
+    def finish_batch(self, trainer: Trainer) -> None:
+        """Changes of the scaler that can only be made after its own update."""
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None and self._scaler_state is not None:
+            scaler.load_state_dict(self._scaler_state)
+        if scaler is not None and self._new_scale is not None:
+            scaler.update(self._new_scale)
+        self._scaler_state = self._new_scale = None
+
+    # ---------------------------------------------------------------------------------------------- optimizer state
+
+    @staticmethod
+    def restore_schedule(trainer: Trainer, saved: dict[str, Any]) -> None:
+        """Schedulers and rates as a checkpoint holds them: ``schedulers`` (states) and ``rates`` (by optimizer, group)."""
+        for config, state in zip(trainer.lr_scheduler_configs, saved["schedulers"], strict=True):
+            config.scheduler.load_state_dict(copy.deepcopy(state))
+        for optimizer, rates in zip(trainer.optimizers, saved["rates"], strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+    @staticmethod
+    def restore_optimizers(trainer: Trainer, states: Sequence[dict[str, Any]]) -> None:
+        """Optimizer states of an older restore point, onto the present weights."""
+        for optimizer, state in zip(trainer.optimizers, states, strict=True):
+            optimizer.load_state_dict(copy.deepcopy(state))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"reduction": dict(self.reduction) if self.reduction else None, "plan_until": self.plan_until}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.reduction, self.plan_until = state["reduction"], state["plan_until"]

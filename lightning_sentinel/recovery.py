@@ -1,0 +1,131 @@
+"""Is the run back on the path that it was on? Decided by the forecast made from the losses before the incident.
+
+A user has no clean run to compare with: the trajectory before the incident is continued, and the healthy steps after the
+answer are measured against it. Where a source of the mixture was quarantined, both sides are taken over the sources that are
+left, because the mixture's mean is then another quantity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .detectors.forecast import ForecastBand
+from .incidents import FindingKind, Incident, IncidentStatus
+from .record import SOURCE_LOSS, SOURCE_TOKENS, StepRecord, weighted_mean
+
+MIN_HISTORY = 8  # losses that a forecast needs at least
+
+
+def loss_without(record: StepRecord, gone: frozenset[str]) -> float:
+    """Token-weighted mean loss in nats over the sources that are not in ``gone``; NaN if none of them is present."""
+    left = [s for s in record.sources if s not in gone]
+    if not gone or not record.sources:
+        return record.mean_loss
+    if not left:
+        return math.nan
+    losses = np.concatenate([record.column(SOURCE_LOSS + s) for s in left])
+    tokens = np.concatenate([record.column(SOURCE_TOKENS + s) for s in left])
+    return weighted_mean(losses, tokens)
+
+
+class IncidentWatch:
+    """What is remembered of an open incident until it is closed.
+
+    Attributes:
+        last_step: Newest step with a finding of this incident, or on which it was answered.
+        answers: How many answers it has had.
+        case: The ladder that answers it.
+        examined: Kinds of findings that the triage has seen.
+        healthy: Losses of the healthy steps since ``last_step``, ``(step, loss over all sources, by source)``.
+        before: The same for the steps before the incident.
+    """
+
+    def __init__(self, step: int, history: Sequence[StepRecord] = ()) -> None:
+        self.last_step = step
+        self.answers = 0
+        self.examined_answers = 0
+        self.case = ""
+        self.examined: set[FindingKind] = set()
+        self.before = [_Point.of(r) for r in history]
+        self.healthy: list[_Point] = []
+
+    def add(self, record: StepRecord) -> None:
+        """One more healthy step."""
+        self.healthy.append(_Point.of(record))
+
+    def path_z(self, gone: frozenset[str] = frozenset()) -> float | None:
+        """Median distance of the healthy steps from the forecast, in robust sigma; None without enough history."""
+        before = [(p.step, loss) for p in self.before if math.isfinite(loss := p.loss(gone))]
+        after = [(p.step, loss) for p in self.healthy if math.isfinite(loss := p.loss(gone))]
+        if len(before) < MIN_HISTORY or not after:
+            return None
+        band = ForecastBand.fit(before)
+        return float(np.median([band.z(step, loss) for step, loss in after]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "last_step": self.last_step,
+            "answers": self.answers,
+            "examined_answers": self.examined_answers,
+            "case": self.case,
+            "examined": sorted(str(k) for k in self.examined),
+            "before": [p.state() for p in self.before],
+            "healthy": [p.state() for p in self.healthy],
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> IncidentWatch:
+        watch = cls(state["last_step"])
+        watch.answers, watch.examined_answers = state["answers"], state["examined_answers"]
+        watch.case = state["case"]
+        watch.examined = {FindingKind(k) for k in state["examined"]}
+        watch.before = [_Point(*p) for p in state["before"]]
+        watch.healthy = [_Point(*p) for p in state["healthy"]]
+        return watch
+
+
+class _Point:
+    """Loss of one step, in all and by source."""
+
+    __slots__ = ("mean", "sources", "step")
+
+    def __init__(self, step: int, mean: float, sources: dict[str, tuple[float, float]]) -> None:
+        self.step, self.mean = step, mean
+        self.sources = {name: (float(loss), float(tokens)) for name, (loss, tokens) in sources.items()}
+
+    @classmethod
+    def of(cls, record: StepRecord) -> _Point:
+        by_source = {s: (record.source_loss(s), float(record.column(SOURCE_TOKENS + s).sum())) for s in record.sources}
+        return cls(record.step, record.mean_loss, by_source)
+
+    def loss(self, gone: frozenset[str]) -> float:
+        if not gone or not self.sources:
+            return self.mean
+        left = [v for name, v in self.sources.items() if name not in gone]
+        return weighted_mean(np.array([v[0] for v in left]), np.array([v[1] for v in left])) if left else math.nan
+
+    def state(self) -> tuple[int, float, dict[str, tuple[float, float]]]:
+        return self.step, self.mean, dict(self.sources)
+
+
+def close(incident: Incident, step: int, path_z: float | None, limit: float, probation: int) -> None:
+    """Close an incident as recovered or escalated, with the number and a sentence."""
+    incident.path_z, incident.closed_step = path_z, step
+    if path_z is None:
+        incident.status = IncidentStatus.RECOVERED
+        incident.closing = f"{probation} healthy steps; there was too little history for a forecast"
+    elif path_z <= limit:
+        incident.status = IncidentStatus.RECOVERED
+        incident.closing = (
+            f"back on the path: {path_z:+.1f} sigma from the forecast made before the incident (at most {limit:g}),"
+            f" over {probation} healthy steps"
+        )
+    else:
+        incident.status = IncidentStatus.ESCALATED
+        incident.closing = (
+            f"not back on the path: {path_z:+.1f} sigma from the forecast made before the incident (at most {limit:g})"
+        )
