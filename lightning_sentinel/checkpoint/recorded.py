@@ -1,0 +1,50 @@
+"""What the journal of an earlier process says about the steps that a resume trains again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..journal import JournalProblem, iter_events
+
+
+@dataclass
+class Recorded:
+    """Attributes:
+    attempt: Highest attempt of any step in the journal; -1 without one.
+    last_step: Newest step in that attempt.
+    steps: The first recorded steps after the checkpoint on its own path, by step.
+    incidents: The newest state of each incident, by number.
+    """
+
+    attempt: int = -1
+    last_step: int = -1
+    steps: dict[int, dict[str, Any]] = field(default_factory=dict)
+    incidents: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+def read_recorded(run_dir: Path | None, rank: int, *, step: int, attempt: int, steps: int) -> Recorded:
+    """Read this rank's journal once. ``steps`` says how many steps from ``step`` on are kept for the comparison."""
+    found = Recorded()
+    if run_dir is None:
+        return found
+    problems: list[JournalProblem] = []
+    try:
+        for event in iter_events(run_dir, rank=rank, problems=problems):
+            _take(found, event, step, attempt, steps)
+    except OSError:  # no journal, or none that can be read: nothing to compare with
+        return found
+    return found
+
+
+def _take(found: Recorded, event: dict[str, Any], step: int, attempt: int, steps: int) -> None:
+    name = event["event"]
+    if name == "step":
+        key = (int(event["attempt"]), int(event["step"]))
+        if key > (found.attempt, found.last_step):
+            found.attempt, found.last_step = key
+        if key[0] == attempt and step <= key[1] < step + steps:
+            found.steps[key[1]] = event
+    elif name.startswith("incident.") and isinstance(event.get("incident"), dict):
+        found.incidents[int(event["incident"]["number"])] = event["incident"]
