@@ -19,7 +19,6 @@ import torch
 from hybrid_lm.module import HybridLMModule
 from omegaconf import DictConfig
 
-from lightning_sentinel import FaultInjector
 from lightning_sentinel.config import build, build_callbacks, check_node, suggest_names
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -42,14 +41,10 @@ def pretrain(cfg: DictConfig) -> L.Trainer:
 
 
 def build_trainer(cfg: DictConfig) -> L.Trainer:
-    """The Trainer with its loggers, the faults asked for, and the suite's callbacks."""
-    callbacks: list[L.Callback] = []
-    if cfg.get("faults"):
-        for name, node in cfg.faults.items():
-            check_node(node, f"faults.{name}")
-        callbacks.append(FaultInjector([build(node, f"faults.{name}") for name, node in cfg.faults.items()]))
-    if cfg.get("callbacks"):
-        callbacks += build_callbacks(cfg.callbacks)
+    """The Trainer with its loggers and callbacks; ``faults=<name>`` has put the injector among them."""
+    for name, node in (cfg.get("faults") or {}).items():
+        check_node(node, f"faults.{name}")
+    callbacks = build_callbacks(cfg.get("callbacks"))
     loggers = [build(node, f"logger.{name}") for name, node in cfg.get("logger", {}).items()]
     return hydra.utils.instantiate(cfg.trainer, callbacks=callbacks, logger=loggers or False)
 

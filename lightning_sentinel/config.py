@@ -183,9 +183,13 @@ def misspelt_overrides(arguments: Sequence[str], config_dir: str | Path, config_
     GlobalHydra.instance().clear()
     lines = []
     with initialize_config_dir(str(Path(config_dir).resolve()), version_base="1.3"):
-        cfg = compose(config_name, return_hydra_config=True)
         loader = GlobalHydra.instance().config_loader()
         groups = set(_all_groups(loader))
+        chosen = [o for o in overrides if o.key_or_group in groups and not o.is_delete()]
+        try:
+            cfg = compose(config_name, [str(o.input_line) for o in chosen], return_hydra_config=True)
+        except HydraException:  # one of the chosen options does not exist: said below
+            cfg = compose(config_name, return_hydra_config=True)
         known = {*_keys(cfg), *groups}
         for override in overrides:
             key = override.key_or_group
