@@ -93,6 +93,7 @@ class Rollback(SentinelCallback):
         self._request: _Request | None = None
         self._trainer: Trainer | None = None
         self._last_step = -1
+        self._probation: int | None = None  # steps, as seen from the calls of mark_known_good
 
     # --- What others call ---------------------------------------------------------------------------------------
 
@@ -154,7 +155,8 @@ class Rollback(SentinelCallback):
         return made.snapshot
 
     def mark_known_good(self, trainer: Trainer, step: int) -> None:
-        """Every snapshot at or before ``step`` has passed its probation."""
+        """Every snapshot at or before ``step`` has passed its probation; called after each healthy step."""
+        self._probation = trainer.global_step - step
         for snapshot in self.context(trainer).snapshots:
             if snapshot.step <= step:
                 snapshot.known_good = True
@@ -164,7 +166,7 @@ class Rollback(SentinelCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         context = self.context(trainer)
         context.snapshots.clear()
-        self._light = self._spare = self._spare_light = self._request = None
+        self._light = self._spare = self._spare_light = self._request = self._probation = None
         self._trainer, self._last_step = trainer, -1
         problems = [*cursor_problems(trainer), *state_problems(trainer)]
         if not trainer.strategy.reduce_boolean_decision(not problems, all=True) and not problems:
@@ -241,18 +243,20 @@ class Rollback(SentinelCallback):
         """The snapshot to give up for a new one, or None if all are needed."""
         context = self.context(trainer)
         good = [s for s in context.snapshots if s.known_good]
-        needed = set(map(id, good[-1:]))
+        needed = set(map(id, good[-1:])) if self._probation is not None else set()
         for incident in context.incidents:
             if incident.is_open:
                 before = [s for s in context.snapshots if s.position <= incident.since_step]
                 needed |= set(map(id, before[-1:]))
         free = [s for s in context.snapshots if id(s) not in needed]
-        if not free or not good or free[0].position < good[-1].position:
-            return free[0] if free else None
-        # Only candidates are left. The oldest is closest to the end of its probation: dropping it each time would leave
-        # the run without a fresh known-good snapshot forever.
+        if not free:
+            return None
         waiting = trainer.global_step - free[0].step
-        return free[-1] if len(free) > 1 or waiting >= 4 * self.every_n_steps else None
+        if self._probation is None or waiting > self._probation or free[0].position < good[-1].position:
+            return free[0]
+        # The oldest candidate is closest to the end of its probation: dropping it each time would leave the run without a
+        # fresh known-good snapshot forever. A newer one can go.
+        return free[-1] if len(free) > 1 else None
 
     # --- Going back ---------------------------------------------------------------------------------------------
 
