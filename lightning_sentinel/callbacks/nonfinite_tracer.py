@@ -177,9 +177,11 @@ class NonFiniteTracer(SentinelCallback):
         """Trace at once where nobody else will ask for it. States nothing: the record's own findings stand."""
         from .incident_response import IncidentResponse
 
-        if self._fit is None or self._fit[2] is None or not record.has_nonfinite:
+        if self._fit is None or not record.has_nonfinite:
             return []
         trainer, module, optimizer = self._fit
+        if optimizer is None:
+            return []
         key = (record.attempt, record.step)
         if self._traced == key or len(self.reports) >= self.max_traces or find_callback(trainer, IncidentResponse):
             return []

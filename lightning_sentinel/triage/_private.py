@@ -104,3 +104,18 @@ def intercept_batch_start(trainer: Trainer, hook: Callable[[Any, int], None]) ->
 def in_backward() -> bool:
     """True while autograd runs a backward on this thread (also under the recomputation of a checkpoint)."""
     return torch._C._current_graph_task_id() != -1
+
+
+def next_node_number() -> int:
+    """Sequence number that the next autograd node of this thread will get (``torch.autograd._get_sequence_nr``)."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def running_node() -> Any | None:
+    """The autograd node whose backward runs on this thread (``torch._C._current_autograd_node``), or None."""
+    return torch._C._current_autograd_node()
+
+
+def node_number(node: Any) -> int:
+    """Sequence number of an autograd node (``Node._sequence_nr``)."""
+    return int(node._sequence_nr())

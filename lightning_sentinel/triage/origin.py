@@ -132,7 +132,7 @@ class OriginTrace:
         self._forward_of: dict[int, tuple[str, str]] = {}
 
     def __enter__(self) -> OriginTrace:
-        self._mode.__enter__()
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
         self._entered = True
         return self
 
@@ -141,7 +141,7 @@ class OriginTrace:
     ) -> None:
         if self._entered:
             self._entered = False
-            self._mode.__exit__(kind, error, trace)
+            self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
         """Stop watching; :meth:`first` may be asked afterwards."""
@@ -192,7 +192,7 @@ class OriginTrace:
         here = self._here()
         if here[2] == "forward":
             # The autograd node of this operator was just made: its number leads the backward to module and line.
-            self._forward_of.setdefault(torch.autograd._get_sequence_nr() - 1, here[:2])
+            self._forward_of.setdefault(_private.next_node_number() - 1, here[:2])
         if "empty" in str(func) or "copy_in" in str(func):
             return  # memory that is not written yet
         collective = func.namespace in _COLLECTIVES
@@ -211,10 +211,10 @@ class OriginTrace:
 
     def _here(self) -> tuple[str, str, str]:
         """Module, line and phase of the operator that has just run."""
-        node = torch._C._current_autograd_node()
+        node = _private.running_node()
         recomputed = torch.is_grad_enabled()  # only a checkpoint records a graph while a backward runs
         if node is not None and not recomputed:
-            module, line = self._forward_of.get(node._sequence_nr(), ("", ""))
+            module, line = self._forward_of.get(_private.node_number(node), ("", ""))
             return module, line, f"backward, {node.name()}"
         if _private.in_backward() and not recomputed:
             return "", "", "backward, callback"
@@ -285,9 +285,9 @@ class OriginTrace:
         return found[0] if found else None
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, trace: OriginTrace) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.trace = trace
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -323,7 +323,7 @@ def _user_line() -> str:
 
 def _forward_traceback() -> tuple[str, ...]:
     """The user's lines that made the autograd node that runs now, as anomaly mode has noted them."""
-    node = torch._C._current_autograd_node()
+    node = _private.running_node()
     frames = (node.metadata if node is not None else {}).get("traceback_", [])
     lines = [f.strip().replace("\n", " ") for f in frames]
     return tuple(line for line in lines if not any(part in line for part in _SKIPPED_FILES))[-8:]
