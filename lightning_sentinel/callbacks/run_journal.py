@@ -50,7 +50,7 @@ class RunJournal(SentinelCallback):
     ``mixture.changed`` (a loader that offers ``mixture_weights()``).
 
     Progress bars that have ``get_metrics`` (Lightning's own do) show one more entry, ``sentinel``: ``ok``, or the number of
-    open incidents and the newest action. Incidents are logged once: a warning when they open, an error when they escalate.
+    open incidents and the newest action. The first incident brings one log message with the command that shows more.
 
     Args:
         run_dir: The run folder; None: ``<trainer.default_root_dir>/sentinel/<time stamp>``. Rank 0 decides for all.
@@ -316,7 +316,11 @@ class RunJournal(SentinelCallback):
 
 
 class Status:
-    """What one line can say about the run, kept from the events as they are written; logs each incident once."""
+    """What one line can say about the run, kept from the events as they are written.
+
+    On the rank that has ``log_for`` it says once how to look into incidents (the detectors' own words come from
+    ``IncidentResponse``), and loudly which one escalated.
+    """
 
     def __init__(self) -> None:
         self.open: set[int] = set()
@@ -325,6 +329,7 @@ class Status:
         self.last_action: str | None = None
         self.known_good: int | None = None
         self.log_for: Path | None = None
+        self._told_how = False
 
     def see(self, event: str, step: int, fields: Mapping[str, Any]) -> None:
         """Take one event in."""
@@ -347,9 +352,18 @@ class Status:
             self.open.discard(number)
         elif event == "incident.opened":
             self.open.add(number)
-        if self.log_for is not None and event != "incident.updated":
-            level, text = incident_message(event, incident, self.log_for)
-            log.log(level, "%s", text)
+        if self.log_for is None:
+            return
+        if event == "incident.opened" and not self._told_how:
+            self._told_how = True
+            log.warning("To look further into incidents: lightning-sentinel report %s", self.log_for)
+        elif event == "incident.closed" and incident.get("status") == "escalated":
+            log.error(
+                "Incident %d escalated: %s Look: lightning-sentinel report %s",
+                number,
+                incident.get("closing") or "the response is spent.",
+                self.log_for,
+            )
 
     @property
     def line(self) -> str:
@@ -365,28 +379,6 @@ class Status:
         if self.known_good is not None:
             parts.append(f"good@{self.known_good}")
         return ", ".join(parts)
-
-
-def incident_message(event: str, incident: Mapping[str, Any], run_dir: Path) -> tuple[int, str]:
-    """Level and text of the log message for an incident that opens or closes."""
-    number, look = incident["number"], f"lightning-sentinel report {run_dir}"
-    if event == "incident.opened":
-        findings = incident.get("findings") or [{}]
-        since = incident.get("since_step", "?")
-        said = findings[0].get("message", "no finding")
-        return (
-            logging.WARNING,
-            f"Incident {number} opened at step {incident.get('opened_step', '?')} (since {since}): {said} Look: {look}",
-        )
-    verdict = incident.get("verdict") or {}
-    culprits = ", ".join(verdict.get("culprits") or ()) or "nobody named"
-    status = str(incident.get("status", "closed"))
-    actions = ", ".join(str(a.get("action")) for a in incident.get("actions") or ()) or "none"
-    text = (
-        f"Incident {number} {status} at step {incident.get('closed_step', '?')}: {verdict.get('kind', 'undetermined')},"
-        f" {culprits}; actions: {actions}. {incident.get('closing', '')}".rstrip()
-    )
-    return logging.ERROR if status == "escalated" else logging.INFO, f"{text} Look: {look}"
 
 
 def lr_jump(before: list[list[float]], now: list[float]) -> int | None:

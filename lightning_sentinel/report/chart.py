@@ -325,12 +325,15 @@ def _action_marks(run: RunData) -> list[Mark]:
         action = event["event"].removeprefix("action.")
         number = event.get("incident")
         if action == "rollback":
-            from_step, to_step = event.get("from_step", event["step"]), event.get("to_step", event["step"])
-            begin = run.steps.tokens_at(from_step, event["attempt"] - 1)
+            to_step = int(event.get("to_step", event["step"]))
+            left = np.flatnonzero(run.steps.attempt == event["attempt"] - 1)
+            if not left.size:
+                continue
+            from_step, begin = int(run.steps.step[left[-1]]), float(run.steps.tokens[left[-1]])
             action = str(event.get("action", "rollback_replay"))
             label = ACTION_WORDS.get(action, action)
-            detail = f"{label} from step {from_step} to step {to_step}, incident {number}"
             kind = "rollback" if to_step < from_step else "retry_step"
+            detail = f"{label} from step {from_step} to step {to_step}, incident {number}"
             marks.append(Mark("action", kind, begin, from_step, label, detail, run.steps.tokens_at(to_step), number))
         elif action in ACTION_WORDS and not action.startswith("rollback") and action != "retry_step":
             detail = f"{ACTION_WORDS[action]} at step {event['step']}, incident {number}: {event.get('reason', '')}"
@@ -408,6 +411,8 @@ def _schedule_marks(run: RunData) -> list[Mark]:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, list):
+        return "/".join(_short(v) for v in value)
     return f"{value:.2g}" if isinstance(value, (int, float)) else str(value)
 
 

@@ -170,14 +170,19 @@ def next_action(summary: Mapping[str, Any]) -> str:
 # -------------------------------------------------------------------------------------------------------------- incidents
 
 
-def incident_rows(run: RunData) -> list[dict[str, Any]]:
-    """One row for each incident, from its newest state in the journal."""
+def newest_incidents(run: RunData) -> dict[int, dict[str, Any]]:
+    """Each incident's newest state in the journal, by number."""
     newest: dict[int, dict[str, Any]] = {}
     for event in run.of("incident."):
         incident = event.get("incident")
         if isinstance(incident, Mapping) and isinstance(incident.get("number"), int):
             newest[incident["number"]] = dict(incident)
-    return [incident_row(newest[n], run) for n in sorted(newest)]
+    return {number_: newest[number_] for number_ in sorted(newest)}
+
+
+def incident_rows(run: RunData) -> list[dict[str, Any]]:
+    """One row for each incident."""
+    return [incident_row(incident, run) for incident in newest_incidents(run).values()]
 
 
 def incident_row(incident: Mapping[str, Any], run: RunData) -> dict[str, Any]:
@@ -253,19 +258,21 @@ def action_counts(run: RunData) -> dict[str, int]:
 
 def checkpoint_rows(run: RunData) -> list[dict[str, Any]]:
     """Each checkpoint with its newest state: candidate, known_good, poisoned, removed or failed; by step."""
-    rows: dict[int, dict[str, Any]] = {}
+    rows: dict[tuple[int, str], dict[str, Any]] = {}
     states = {"saved": "candidate"}
     for event in run.of("checkpoint."):
         state = event["event"].removeprefix("checkpoint.")
         if state not in ("saved", "known_good", "poisoned", "removed", "failed"):
             continue
         step = int(event.get("checkpoint_step", event.get("event_step", event["step"])))
-        row = rows.setdefault(step, {"step": step, "path": None, "sha256": None, "tokens": event["tokens"]})
+        # Passes over a step may each have saved one; their folders differ.
+        key = (step, Path(str(event.get("path", ""))).name)
+        row = rows.setdefault(key, {"step": step, "path": None, "sha256": None, "tokens": event["tokens"]})
         row["state"] = states.get(state, state)
         row |= {k: event[k] for k in ("path", "sha256") if event.get(k)}
         if event.get("reason"):
             row["reason"] = event["reason"]
-    return [rows[step] for step in sorted(rows)]
+    return [rows[key] for key in sorted(rows)]
 
 
 def quarantine_rows(run: RunData) -> list[dict[str, Any]]:

@@ -1,0 +1,380 @@
+"""The chart and the rank heat map for the page: SVG whose colours follow the page's theme, and a small PNG.
+
+Every group bears a class (``s-band``, ``s-fault``, ...) that the page's legend switches on and off; every mark bears its
+sentence as ``<title>``, which is both the tooltip and what a screen reader says.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+
+from .chart import LANES, Band, Chart, LaneRow, Line, lay_out, place, si
+from .data import FloatArray, Steps
+
+WIDTH, LEFT, RIGHT = 1120, 108, 24
+INNER = WIDTH - LEFT - RIGHT
+ROW = 20
+
+# Kind of a mark: glyph and CSS class of its colour.
+_GLYPHS = {
+    "fault": ("triangle-down", "purple"),
+    "retry_step": ("ring", "blue"),
+    "skip_step": ("cross", "blue"),
+    "quarantine": ("square-open", "blue"),
+    "reduce_lr": ("triangle-down", "blue"),
+    "lower_loss_scale": ("triangle-down-open", "blue"),
+    "restore_optimizer": ("plus", "blue"),
+    "stop": ("square", "red"),
+    "candidate": ("triangle-open", "grey"),
+    "known_good": ("triangle", "green"),
+    "poisoned": ("cross", "red"),
+    "failed": ("cross", "orange"),
+    "removed": ("triangle-open", "faint"),
+    "overflow": ("cross", "orange"),
+    "backoff": ("triangle-down-open", "orange"),
+    "growth": ("triangle-open", "orange"),
+    "changed": ("diamond", "orange"),
+    "restart": ("bar", "ink"),
+    "topology": ("bar", "purple"),
+    "infra": ("diamond", "grey"),
+    "rate": ("diamond", "blue"),
+    "mixture": ("diamond", "orange"),
+    "experiment": ("plus", "purple"),
+}
+STATUS_CLASSES = {"open": "red", "escalated": "red", "recovered": "green", "resolved": "grey"}
+_SHAPES = {
+    "triangle": "M0,-6L6,5L-6,5Z",
+    "triangle-open": "M0,-6L6,5L-6,5Z",
+    "triangle-down": "M0,6L6,-5L-6,-5Z",
+    "triangle-down-open": "M0,6L6,-5L-6,-5Z",
+    "cross": "M-5,-5L5,5M5,-5L-5,5",
+    "plus": "M0,-6L0,6M-6,0L6,0",
+    "square": "M-5,-5H5V5H-5Z",
+    "square-open": "M-5,-5H5V5H-5Z",
+    "diamond": "M0,-6L5,0L0,6L-5,0Z",
+    "bar": "M0,-8L0,8",
+    "ring": "M-5,0A5,5 0 1 0 5,0A5,5 0 1 0 -5,0",
+}
+
+
+@dataclass
+class _Axis:
+    """Maps tokens and one panel's values to pixels."""
+
+    x_range: tuple[float, float]
+    y_range: tuple[float, float]
+    top: float
+    height: float
+    log: bool = False
+
+    def x(self, tokens: float) -> float:
+        low, high = self.x_range
+        return LEFT + (tokens - low) / (high - low) * INNER
+
+    def y(self, value: float) -> float:
+        low, high = self.y_range
+        if self.log:
+            low, high, value = math.log(low), math.log(high), math.log(max(value, 1e-300))
+        share = (value - low) / (high - low)
+        return self.top + self.height * (1 - min(1.02, max(-0.02, share)))
+
+    def path(self, line: Line) -> str:
+        """An SVG path; breaks where the value is not finite."""
+        parts, pen_down = [], False
+        for x, y in zip(line.x.tolist(), line.y.tolist(), strict=True):
+            if not math.isfinite(y) or (self.log and y <= 0):
+                pen_down = False
+                continue
+            parts.append(f"{'L' if pen_down else 'M'}{self.x(x):.1f},{self.y(y):.1f}")
+            pen_down = True
+        return "".join(parts)
+
+    def area(self, band: Band) -> str:
+        keep = np.isfinite(band.low) & np.isfinite(band.high)
+        xs, lows, highs = band.x[keep].tolist(), band.low[keep].tolist(), band.high[keep].tolist()
+        there = [f"{self.x(x):.1f},{self.y(h):.1f}" for x, h in zip(xs, highs, strict=True)]
+        back = [f"{self.x(x):.1f},{self.y(v):.1f}" for x, v in zip(reversed(xs), reversed(lows), strict=True)]
+        return f"M{'L'.join(there + back)}Z" if there else ""
+
+
+def chart_svg(chart: Chart, description: str) -> str:
+    """The whole chart as one SVG element."""
+    laid = {lane: lay_out(chart, lane, INNER) for lane in chart.lanes}
+    body: list[str] = []
+    top = 34.0
+    loss = _Axis(chart.x_range, chart.loss_range, top, 330, chart.log_loss)
+    body += _frame(loss, "loss, nats per token" + (" (log)" if chart.log_loss else ""), value_ticks(loss))
+    body += _step_ticks(chart, loss)
+    body += _loss_lines(chart, loss)
+    top += loss.height + 16
+    strip_top = top
+    for lane, (items, rows) in laid.items():
+        height = ROW * rows + 6.0
+        body.append(
+            f'<g class="s-{lane}"><text class="lane" x="{LEFT - 10}" y="{top + height / 2 + 4:.0f}">{LANES[lane]}</text>'
+        )
+        body += [_mark_svg(item, loss, top + 3 + ROW * (item.row + 0.5)) for item in items]
+        body.append("</g>")
+        top += height
+        body.append(f'<line class="rule" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{top:.0f}" y2="{top:.0f}"/>')
+    top += 16 if top > strip_top else 0
+    for title, lines, log_scale in _panels(chart):
+        axis = _Axis(chart.x_range, _limits([line for _, line in lines], log_scale), top, 84, log_scale)
+        body += _frame(axis, title, value_ticks(axis, few=True))
+        body += [f'<path class="{css}" d="{axis.path(line)}"/>' for css, line in lines]
+        top += axis.height + 16
+    body += _incident_lines(chart, loss, top - 16)
+    body += [
+        f'<text class="tick" text-anchor="middle" x="{loss.x(v):.1f}" y="{top:.0f}">{si(v)}</text>'
+        for v in linear_ticks(*chart.x_range, 8)
+    ]
+    body.append(f'<text class="axis" text-anchor="middle" x="{LEFT + INNER / 2}" y="{top + 20:.0f}">tokens</text>')
+    full_height = top + 28
+    return (
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {full_height:.0f}" role="img" aria-labelledby="chart-title chart-text">'
+        f'<title id="chart-title">Loss against tokens</title><desc id="chart-text">{escape(description)}</desc>'
+        f"{''.join(body)}</svg>"
+    )
+
+
+def _panels(chart: Chart) -> list[tuple[str, list[tuple[str, Line]], bool]]:
+    """Title, (CSS class, line), logarithmic."""
+    gradient = [*(("line s-abandoned", line) for line in chart.gradient[1]), ("line s-mean", chart.gradient[0])]
+    if chart.update is not None:
+        gradient.append(("line s-update", chart.update))
+    has_norms = any((np.isfinite(line.y) & (line.y > 0)).any() for _, line in gradient)
+    # The plan stays readable: an abandoned excursion of the rate may be fifty times as high, and is cut.
+    panels = (
+        [("gradient norm" + (", update (green)" if chart.update is not None else ""), gradient, True)]
+        if has_norms
+        else []
+    )
+    if np.isfinite(chart.rate[0].y).any():
+        panels.append(("learning rate", [("line s-mean", chart.rate[0])], False))
+    if chart.scale is not None:
+        panels.append(("loss scale", [("line s-scale", chart.scale)], True))
+    return panels
+
+
+def _limits(lines: Sequence[Line], log_scale: bool) -> tuple[float, float]:
+    values = np.concatenate([line.y for line in lines])
+    values = values[np.isfinite(values) & ((values > 0) if log_scale else True)]
+    low, high = float(values.min()), float(values.max())
+    if log_scale:
+        return low * 0.8, high * 1.25
+    return min(0.0, low), high * 1.12 if high > 0 else 1.0
+
+
+def _frame(axis: _Axis, title: str, ticks: Sequence[float]) -> list[str]:
+    bottom = axis.top + axis.height
+    parts = [f'<rect class="frame" x="{LEFT}" y="{axis.top:.0f}" width="{INNER}" height="{axis.height:.0f}"/>']
+    for value in ticks:
+        y = axis.y(value)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick" text-anchor="end" x="{LEFT - 8}" y="{y + 4:.1f}">{value:.4g}</text>')
+    middle = (axis.top + bottom) / 2
+    parts.append(
+        f'<text class="axis" text-anchor="middle" transform="translate(18,{middle:.0f}) rotate(-90)">{escape(title)}</text>'
+    )
+    return parts
+
+
+def _step_ticks(chart: Chart, axis: _Axis) -> list[str]:
+    tokens, steps = chart.steps.x, chart.steps.y
+    if len(tokens) < 2 or not (np.diff(tokens) > 0).all():
+        return []
+    parts = [f'<text class="tick" text-anchor="end" x="{LEFT - 8}" y="20">step</text>']
+    for value in linear_ticks(float(steps[0]), float(steps[-1]), 8):
+        if value == int(value):
+            x = axis.x(float(np.interp(value, steps, tokens)))
+            parts.append(f'<text class="tick" text-anchor="middle" x="{x:.1f}" y="20">{int(value):,}</text>')
+    return parts
+
+
+def _loss_lines(chart: Chart, axis: _Axis) -> list[str]:
+    parts = [f'<path class="line s-abandoned" d="{axis.path(line)}"/>' for line in chart.abandoned]
+    if chart.band is not None:
+        parts.append(f'<path class="s-band" d="{axis.area(chart.band)}"/>')
+    if chart.worst is not None:
+        parts.append(f'<path class="line s-worst" d="{axis.path(chart.worst[1])}"/>')
+    parts.append(f'<path class="line s-mean strong" d="{axis.path(chart.mean)}"/>')
+    for x in chart.nonfinite.tolist()[:500]:
+        parts.append(
+            f'<g class="s-nonfinite" transform="translate({axis.x(x):.1f},{axis.top + 9:.0f})"><title>loss not finite at'
+            f' {si(x)} tokens</title><path class="stroke red" d="{_SHAPES["cross"]}"/></g>'
+        )
+    return parts
+
+
+def _incident_lines(chart: Chart, axis: _Axis, bottom: float) -> list[str]:
+    incidents = [m for m in chart.marks if m.lane == "incident"]
+    rows = place([(axis.x(m.x) - 11, axis.x(m.x) + 11) for m in incidents], rows=4, gap=2)
+    parts = ['<g class="s-incident">']
+    for mark, row in zip(incidents, rows, strict=True):
+        x, css = axis.x(mark.x), STATUS_CLASSES.get(mark.kind, "grey")
+        parts.append(
+            f'<line class="stroke thin {css}" x1="{x:.1f}" x2="{x:.1f}" y1="{axis.top:.0f}" y2="{bottom:.0f}"/>'
+        )
+        if row is not None:
+            parts.append(_disc(x, axis.top + 28 + 22 * row, mark.label, css, mark.detail, link=True))
+    return [*parts, "</g>"]
+
+
+def _disc(x: float, y: float, label: str, css: str, detail: str, *, link: bool) -> str:
+    disc = (
+        f'<g transform="translate({x:.1f},{y:.1f})"><title>{escape(detail)}</title><circle class="fill {css}" r="9"/>'
+        f'<text class="number" text-anchor="middle" y="4">{escape(label)}</text></g>'
+    )
+    return f'<a href="#incident-{escape(label)}" aria-label="{escape(detail)}">{disc}</a>' if link else disc
+
+
+def _mark_svg(item: LaneRow, axis: _Axis, y: float) -> str:
+    mark = item.mark
+    x = right = axis.x(mark.x)
+    title = f"<title>{escape(mark.detail)}</title>"
+    if mark.kind == "rollback" and mark.end is not None:
+        end = axis.x(mark.end)
+        shape = (
+            f'<g>{title}<line class="stroke blue" x1="{x:.1f}" x2="{end + 7:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<path class="fill blue" d="M{end:.1f},{y:.1f}l8,-5v10Z"/></g>'
+        )
+    elif mark.lane == "incident":
+        css = STATUS_CLASSES.get(mark.kind, "grey")
+        right = x if mark.end is None else max(x, axis.x(mark.end))
+        bar = f'<rect class="fill span {css}" x="{x:.1f}" y="{y - 4:.1f}" width="{right - x:.1f}" height="8"/>'
+        return bar + _disc(x, y, mark.label, css, mark.detail, link=True)
+    else:
+        glyph, css = _GLYPHS.get(mark.kind, ("diamond", "grey"))
+        right = x if mark.end is None else max(x, axis.x(mark.end))
+        path = f'<path class="{_paint(glyph)} {css}" d="{_SHAPES[glyph]}"/>'
+        shape = f'<g transform="translate({x:.1f},{y:.1f})">{title}{path}</g>'
+        if right > x:
+            bar = f'x="{x:.1f}" y="{y - 3:.1f}" width="{right - x:.1f}" height="6"'
+            shape = f'<rect class="fill span {css}" {bar}/>{shape}'
+    if item.labelled:
+        shape += f'<text class="label" x="{right + 10:.1f}" y="{y + 4:.1f}">{escape(mark.label)}</text>'
+    return shape
+
+
+def _paint(glyph: str) -> str:
+    return "stroke" if glyph.endswith("-open") or glyph in ("cross", "plus", "bar", "ring") else "fill"
+
+
+def glyph_svg(kind: str) -> str:
+    """A mark's glyph alone, for tables and the legend."""
+    glyph, css = _GLYPHS.get(kind, ("diamond", "grey"))
+    path = f'<path class="{_paint(glyph)} {css}" d="{_SHAPES[glyph]}"/>'
+    return f'<svg class="glyph" viewBox="-8 -8 16 16" aria-hidden="true">{path}</svg>'
+
+
+# ------------------------------------------------------------------------------------------------------------------ ticks
+
+
+def linear_ticks(low: float, high: float, count: int) -> list[float]:
+    """Round numbers between two limits, at most about ``count``.
+
+    Example:
+        >>> linear_ticks(0, 1000, 5)
+        [0.0, 200.0, 400.0, 600.0, 800.0, 1000.0]
+    """
+    span = high - low
+    if not span > 0:
+        return [low]
+    power = 10.0 ** math.floor(math.log10(span / count))
+    step = next(n * power for n in (1, 2, 5, 10) if span / (n * power) <= count + 0.5)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [round(i * step, 12) + 0.0 for i in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float, *, few: bool = False) -> list[float]:
+    """1, 2, 5, 10, ... between two positive limits; only some of the powers of ten where there are many.
+
+    Example:
+        >>> log_ticks(1.8, 60)
+        [2.0, 5.0, 10.0, 20.0, 50.0]
+    """
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    per_decade = (1, 2, 5) if math.log10(high / low) < (1.2 if few else 2.5) else (1,)
+    ticks = [float(f"{n}e{d}") for d in decades for n in per_decade if low <= float(f"{n}e{d}") <= high]
+    return ticks[:: max(1, math.ceil(len(ticks) / (4 if few else 8)))]
+
+
+def value_ticks(axis: _Axis, *, few: bool = False) -> list[float]:
+    low, high = axis.y_range
+    return log_ticks(low, high, few=few) if axis.log else linear_ticks(low, high, 3 if few else 7)
+
+
+# --------------------------------------------------------------------------------------------------------------- heat map
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """Excess of each rank's loss over the median of the ranks, over time, as an image.
+
+    Attributes:
+        image: ``data:`` address of a PNG, a row for each rank.
+        full_scale: Excess in nats at which the colour is full.
+        ranks: Number of ranks.
+        worst: Share of the journalled steps at which each rank was the worst, the most frequent first.
+        text: What the picture shows in a sentence.
+    """
+
+    image: str
+    full_scale: float
+    ranks: int
+    worst: list[tuple[int, float]]
+    text: str
+
+
+def heat_map(steps: Steps, *, columns: int = 600) -> HeatMap | None:
+    """The heat map over all passes in the order written; None for one rank or without the ranks' losses."""
+    losses = steps.rank_losses
+    if losses is None:
+        return None
+    with np.errstate(invalid="ignore"):
+        excess = losses - steps["loss_median"][:, None]
+    nonfinite = ~np.isfinite(losses)
+    excess = np.where(np.isfinite(excess), excess, 0.0).clip(min=0.0)
+    starts = np.unique(np.linspace(0, len(excess), min(columns, len(excess)) + 1).astype(np.int64)[:-1])
+    cells = np.maximum.reduceat(excess, starts, axis=0).T
+    broken = np.logical_or.reduceat(nonfinite, starts, axis=0).T
+    # Full colour is reached at an excess that healthy noise does not reach, or at the largest one.
+    noise = float(np.quantile(excess, 0.99)) if excess.size else 0.0
+    full = max(float(min(cells.max(), max(1.0, 10 * noise))), 1e-9)
+    worst = steps["worst_rank"][np.isfinite(steps["worst_rank"])].astype(np.int64)
+    counts = np.bincount(worst, minlength=losses.shape[1]) / max(1, worst.size)
+    ranked = sorted(((r, float(c)) for r, c in enumerate(counts) if c > 0), key=lambda rc: -rc[1])[:5]
+    rank, column = np.unravel_index(int(np.argmax(cells)), cells.shape)
+    at = int(steps.step[starts[column]])
+    text = f"largest excess: rank {rank}, {cells.max():.2f} nats above the median of the ranks, near step {at}"
+    return HeatMap(_png(_shade(cells / full, broken)), full, losses.shape[1], ranked, text)
+
+
+def _shade(share: FloatArray, broken: np.ndarray) -> np.ndarray:
+    """RGBA bytes ``[ranks, columns, 4]``: vermilion, the more opaque the further out; purple where not finite."""
+    pixels = np.zeros((*share.shape, 4), dtype=np.uint8)
+    pixels[..., :3] = (213, 94, 0)
+    pixels[..., 3] = (np.sqrt(share.clip(0, 1)) * 255).astype(np.uint8)
+    pixels[broken] = (170, 68, 153, 255)
+    return pixels
+
+
+def _png(pixels: np.ndarray) -> str:
+    """A ``data:`` address of RGBA pixels ``[height, width, 4]``."""
+    height, width, _ = pixels.shape
+    raw = b"".join(b"\0" + row.tobytes() for row in pixels)
+    chunk: Callable[[bytes, bytes], bytes] = lambda kind, data: (  # noqa: E731
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    )
+    head = struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0)
+    data = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(raw, 9)) + chunk(b"IEND", b"")
+    return "data:image/png;base64," + base64.b64encode(data).decode("ascii")
