@@ -9,9 +9,9 @@ the key towards the token's value, then reads it:
 ``g <= 0`` is the log decay, ``0 <= beta <= 1`` the strength of the correction. ``S`` is empty at the start of every
 document of a packed sequence.
 
-**Chunks.** Inside a chunk the corrections ``u_t`` depend on each other, but linearly: ``(I + A) U = beta (V - decayed K S_0)``
-with ``A`` strictly lower triangular, so one triangular solve replaces the walk over tokens; only the state between chunks
-is sequential (Yang et al., "Gated Delta Networks", 2024, section 3.3).
+**Chunks.** Inside a chunk the corrections ``u_t`` depend on each other, but linearly: ``(I + A) U = beta (V - K' S_0)``,
+with ``K'`` the decayed keys and ``A`` strictly lower triangular. One triangular solve replaces the walk over tokens, and only
+the state between chunks is sequential (Yang et al., "Gated Delta Networks", 2024, section 3.3).
 
 **Decays are masked before ``exp``.** The decay from token ``j`` to ``i`` is ``exp(G_i - G_j)`` with ``G`` the running sum of
 ``g``. For ``j > i`` that difference is positive and its ``exp`` overflows as soon as some tokens forget hard. A mask put on
@@ -64,6 +64,11 @@ def pad_to_chunks(x: Tensor, chunk_size: int, dim: int) -> Tensor:
     return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x
 
 
+def decay(log_decay: Tensor, cut: Tensor) -> Tensor:
+    """``exp(log_decay)``, and 0 where ``cut``, whatever stands there."""
+    return log_decay.masked_fill(cut, -torch.inf).exp()
+
+
 def chunked(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, masks: ChunkMasks) -> Tensor:
     """The gated delta rule over whole chunks.
 
@@ -80,16 +85,16 @@ def chunked(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: 
     """
     length, chunk_size = query.shape[1], masks.into.shape[-1]
 
-    def cut(x: Tensor) -> Tensor:  # [B, T, H, ...] -> [N, B, H, C, ...], the sequential dimension first
+    def chunks(x: Tensor) -> Tensor:  # [B, T, H, ...] -> [N, B, H, C, ...], the sequential dimension first
         x = pad_to_chunks(x, chunk_size, dim=1).unflatten(1, (-1, chunk_size))
         return x.movedim(1, 0).transpose(2, 3).contiguous()
 
-    q, k, v, g, b = cut(query * query.shape[-1] ** -0.5), cut(key), cut(value), cut(log_decay), cut(beta).unsqueeze(-1)
+    q, k, v, g, b = (chunks(x) for x in (query * query.shape[-1] ** -0.5, key, value, log_decay, beta.unsqueeze(-1)))
 
     total = g.cumsum(-1)  # G, within the chunk
-    pair_decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(masks.pairs, -torch.inf).exp()
-    decay_into = total.masked_fill(masks.into, -torch.inf).exp().unsqueeze(-1)
-    decay_out_of = (total[..., -1:] - total).masked_fill(masks.out_of, -torch.inf).exp().unsqueeze(-1)
+    pair_decay = decay(total.unsqueeze(-1) - total.unsqueeze(-2), cut=masks.pairs)
+    decay_into = decay(total, cut=masks.into).unsqueeze(-1)
+    decay_out_of = decay(total[..., -1:] - total, cut=masks.out_of).unsqueeze(-1)
 
     kb = k * b
     keys = k.transpose(-1, -2)
@@ -121,12 +126,12 @@ def recurrent(
     query = query * query.shape[-1] ** -0.5
     starts = torch.ones_like(document_ids, dtype=torch.bool)
     starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    decay = log_decay.exp().masked_fill(starts.unsqueeze(-1), 0.0)
+    fade = decay(log_decay, cut=starts.unsqueeze(-1))
 
     state = value.new_zeros(value.shape[0], value.shape[2], key.shape[-1], value.shape[-1])
     out = []
     for t in range(query.shape[1]):
-        state = decay[:, t, :, None, None] * state
+        state = fade[:, t, :, None, None] * state
         held = torch.einsum("bhk,bhkv->bhv", key[:, t], state)
         correction = beta[:, t, :, None] * (value[:, t] - held)
         state = state + torch.einsum("bhk,bhv->bhkv", key[:, t], correction)

@@ -10,14 +10,14 @@ from torchmetrics import Metric
 class GeometricMeanTokenProbability(Metric):
     """``exp(-mean nats)`` over all supervised tokens, of all batches and all ranks.
 
-    Each batch counts by its supervised tokens, so neither a ragged last batch nor an uneven split over ranks moves the
-    result. The sums are float64: 1e9 tokens at 2 nats would stall a float32 sum.
+    Every token counts alike, whatever batch or rank it is on, so neither a ragged last batch nor an uneven split over ranks
+    moves the result. The sums are float64: at 2 nats a token a float32 sum is deaf to single tokens from 3e7 on.
 
     Example:
         >>> metric = GeometricMeanTokenProbability()
-        >>> metric.update(torch.tensor(2.0), torch.tensor(300))
-        >>> metric.update(torch.tensor(2.5), torch.tensor(100))
-        >>> round(metric.compute().item(), 4)  # exp(-2.125)
+        >>> metric.update(torch.tensor(600.0), torch.tensor(300))  # 300 tokens at 2 nats
+        >>> metric.update(torch.tensor(250.0), torch.tensor(100))  # 100 tokens at 2.5 nats
+        >>> round(metric.compute().item(), 4)  # exp(-850 / 400)
         0.1194
     """
 
@@ -33,13 +33,9 @@ class GeometricMeanTokenProbability(Metric):
         self.add_state("nats", default=torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("tokens", default=torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
-    def update(self, mean_nats: Tensor, tokens: Tensor) -> None:
-        """Add a batch (or one value per sample): its mean loss in nats and its number of supervised tokens.
-
-        Entries without tokens are left out: their mean is 0/0.
-        """
-        nats = mean_nats.detach().double() * tokens
-        self.nats += nats.masked_fill(tokens == 0, 0.0).sum()
+    def update(self, nats: Tensor, tokens: Tensor) -> None:
+        """Add losses in nats, summed over supervised tokens, and the numbers of these tokens; of any equal shape."""
+        self.nats += nats.detach().double().sum()
         self.tokens += tokens.sum()
 
     def compute(self) -> Tensor:

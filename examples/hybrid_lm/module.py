@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .metrics import GeometricMeanTokenProbability
-from .model import HybridLM, HybridLMConfig
+from .model import HybridLM, HybridLMConfig, at_least_float32
 
 IGNORED = -100
 """Target of a token that carries no loss."""
@@ -48,7 +48,7 @@ class AdamWCosine:
             raise ValueError(
                 f"total_steps must be at least 1, got {self.total_steps}; set it when the Trainer has no max_steps"
             )
-        if not 0 <= self.warmup_steps:
+        if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps must be at least 0, got {self.warmup_steps}")
         if not 0 <= self.final_share <= 1:
             raise ValueError(f"final_share must be in [0, 1], got {self.final_share}")
@@ -94,8 +94,10 @@ class HybridLMModule(L.LightningModule):
         ...     optimizer=AdamWCosine(learning_rate=3e-3, total_steps=200),
         ... )
         >>> tokens = torch.arange(64).view(2, 32)
-        >>> module.loss({"input_ids": tokens, "targets": tokens + 1, "document_ids": torch.zeros_like(tokens)}).shape
-        torch.Size([])
+        >>> batch = {"input_ids": tokens, "targets": tokens + 1, "document_ids": torch.zeros_like(tokens)}
+        >>> nats, supervised = module.sample_losses(batch)
+        >>> nats.shape, supervised.tolist()
+        (torch.Size([2]), [32, 32])
 
     Logs:
         ======================== ============================================================
@@ -126,26 +128,24 @@ class HybridLMModule(L.LightningModule):
     def vocab_size(self) -> int:
         return self.model.config.vocab_size
 
-    def loss(self, batch: dict[str, Any]) -> Tensor:
-        """Mean loss over the supervised tokens, in nats; 0/0 where a batch has none."""
-        logits = self.model(batch["input_ids"], batch["document_ids"])
+    def sample_losses(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Loss of each sample in nats, summed over its supervised tokens, and their number; ``[B]`` each."""
+        logits = at_least_float32(self.model(batch["input_ids"], batch["document_ids"]))
         targets = batch["targets"]
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        nats = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none")
-        per_sample = nats.view_as(targets).sum(1)
-        tokens = (targets != IGNORED).sum(1)
-        self.sample_loss_nats, self.sample_tokens = per_sample.detach() / tokens, tokens
-        return per_sample.sum() / tokens.sum()
+        nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none")
+        return nats.view_as(targets).sum(1), (targets != IGNORED).sum(1)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.log("train/loss_nats", loss.detach(), prog_bar=True, batch_size=len(batch["targets"]))
+        nats, tokens = self.sample_losses(batch)
+        self.sample_loss_nats, self.sample_tokens = nats.detach() / tokens, tokens
+        # A batch without supervision is 0/0. That it comes out as NaN is right: there is nothing to learn from it, and
+        # a zero in its place would count as a perfect prediction.
+        loss = nats.sum() / tokens.sum()
+        self.log("train/loss_nats", loss.detach(), prog_bar=True, batch_size=len(tokens))
         return loss
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        self.loss(batch)
-        assert self.sample_loss_nats is not None and self.sample_tokens is not None
-        self.token_probability.update(self.sample_loss_nats, self.sample_tokens)
+        self.token_probability.update(*self.sample_losses(batch))
 
     def on_validation_epoch_end(self) -> None:
         probability = self.token_probability.compute()
