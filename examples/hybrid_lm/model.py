@@ -20,6 +20,7 @@ Example:
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -230,10 +231,17 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         inputs = self.rule_inputs(x, layout)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             read = chunked(*inputs, layout.chunk_masks)
         gate = F.silu(self.gate(x)).unflatten(-1, (-1, self.head_dim))
         return self.out((self.out_norm(read) * gate).flatten(-2))
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[None]:
+    """Matrix products in the dtype of their inputs, also inside autocast."""
+    if not torch.amp.is_autocast_available(device_type):  # the meta device has none
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 def unit_length(x: Tensor) -> Tensor:

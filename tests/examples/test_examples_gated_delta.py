@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -18,15 +19,15 @@ from torch import Tensor
 Rule = Callable[..., Tensor]
 
 
-def rule_inputs(length: int, *, batch: int = 2, heads: int = 3, dim: int = 16, decay: float = 1.0, seed: int = 0) -> Any:
+def rule_inputs(
+    length: int, *, batch: int = 2, heads: int = 3, dim: int = 16, decay: float = 1.0, seed: int = 0
+) -> Any:
     """Query, key, value, log decay and beta as the layer makes them."""
     g = torch.Generator().manual_seed(seed)
     query, key, value = (torch.randn(batch, length, heads, dim, generator=g) for _ in range(3))
     log_decay = -decay * F.softplus(torch.randn(batch, length, heads, generator=g))
     beta = torch.rand(batch, length, heads, generator=g)
-    return [
-        x.requires_grad_() for x in (F.normalize(query, dim=-1), F.normalize(key, dim=-1), value, log_decay, beta)
-    ]
+    return [x.requires_grad_() for x in (F.normalize(query, dim=-1), F.normalize(key, dim=-1), value, log_decay, beta)]
 
 
 def one_document(inputs: list[Tensor]) -> Tensor:
@@ -94,7 +95,7 @@ def test_each_document_of_a_packed_sequence_is_as_if_alone(boundaries: set[int],
     packed = in_chunks(inputs, documents, chunk_size)
     torch.testing.assert_close(packed, recurrent(*inputs, documents), rtol=1e-5, atol=1e-5)
     edges = [0, *sorted(boundaries), 70]
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in itertools.pairwise(edges):
         alone = [x[:, start:end] for x in inputs]
         torch.testing.assert_close(
             packed[:, start:end], in_chunks(alone, one_document(alone), chunk_size), rtol=1e-5, atol=1e-5
