@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -332,9 +333,9 @@ class BatchValidator(SentinelCallback):
         self, ids: Sequence[str], passes: Sequence[int], step: int, rank: int, trusted: bool
     ) -> Iterator[Finding]:
         keys = self._seen.keys(ids, passes)
-        unique, first, counts = np.unique(keys, return_index=True, return_counts=True)
-        if len(unique) < len(keys):
-            twice = [ids[i] for i in sorted(first[counts > 1].tolist())]
+        drawn = list(zip(ids, passes, strict=True))
+        if len(set(drawn)) < len(drawn):
+            twice = [name for (name, _), count in Counter(drawn).items() if count > 1]
             yield self._repeat_finding(twice, "more than once in this batch", step, rank, ids, trusted)
         places = self._seen.find(keys)
         kept = self._seen.kept(keys)

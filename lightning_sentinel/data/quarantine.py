@@ -66,8 +66,8 @@ class Entry:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Entry:
-        if data.get("schema") != SCHEMA:
-            raise ValueError(f"quarantine entry has schema {data.get('schema')!r}, this version reads {SCHEMA}")
+        if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
+            raise ValueError(f"a quarantine entry is {data!r:.100}, expected schema {SCHEMA}")
         entry = cls(
             event=str(data["event"]),
             name=check_name(data["name"]),

@@ -121,8 +121,8 @@ class SeenSamples:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._clear()
-        self._keys = np.array(state["keys"], dtype=np.int64).view(np.uint64).copy()
-        self._steps = np.array(state["steps"], dtype=np.int32)
+        self._keys = torch.as_tensor(state["keys"], dtype=torch.int64).cpu().numpy().view(np.uint64).copy()
+        self._steps = torch.as_tensor(state["steps"], dtype=torch.int32).cpu().numpy().copy()
         self._mask = int(state["mask"])
         self._count = len(self._keys)
         self._sort()
