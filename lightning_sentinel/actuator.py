@@ -36,6 +36,7 @@ class Actuator:
         self._new_scale: float | None = None
 
     def attach(self, trainer: Trainer) -> None:
+        self._trainer = trainer
         for optimizer in trainer.optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
@@ -66,11 +67,13 @@ class Actuator:
         found = getattr(optimizer, "found_inf", None)
         if self._skip_fused and found is not None:
             optimizer.found_inf = torch.ones_like(found)  # type: ignore[attr-defined]
-        if self.reduction is not None:
+        if self.reduction is not None and not self._reduction_is_over(self._trainer.global_step):
             # Multiplied for this step only: a scheduler that computes the next rate from the last one never sees it.
             self._saved_rates = [group["lr"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * self.reduction["factor"]
+            # Where this hook runs before the gate, the plan for this very step is reduced as well.
+            context_of(self._trainer).scratch["lr_factor"] = self.reduction["factor"]
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._skip_fused = False
@@ -78,6 +81,11 @@ class Actuator:
             for group, rate in zip(optimizer.param_groups, self._saved_rates, strict=True):
                 group["lr"] = rate
             self._saved_rates = None
+            context_of(self._trainer).scratch.pop("lr_factor", None)
+
+    def _reduction_is_over(self, step: int) -> bool:
+        until = None if self.reduction is None else self.reduction["until"]
+        return until is not None and step >= until
 
     # ------------------------------------------------------------------------------------------------ learning rate
 
@@ -86,7 +94,7 @@ class Actuator:
         context = context_of(trainer)
         if self.reduction is not None:
             factor *= self.reduction["factor"]
-        until = None if steps is None else step + steps
+        until = None if steps is None else step + 1 + steps  # the present step's update is held anyway
         self.reduction = {"factor": factor, "from": step, "until": until, "incident": incident}
         identity = None if steps is not None else f"lr-{incident}-{step}"
         if identity is not None:
@@ -96,8 +104,7 @@ class Actuator:
     def keep_plan(self, trainer: Trainer, optimizer: Optimizer, step: int) -> None:
         """End a temporary reduction when it is due; hold the rate to the scheduler's plan while ``plan_until`` lasts."""
         context = context_of(trainer)
-        until = None if self.reduction is None else self.reduction["until"]
-        if self.reduction is not None and until is not None and step >= until:
+        if self.reduction is not None and self._reduction_is_over(step):
             context.write(trainer, "experiment.ended", kind="reduce_lr", **self.reduction)
             self.reduction = None
         if self.plan_until is None:

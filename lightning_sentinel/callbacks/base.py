@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import torch
 from lightning.pytorch import Callback, Trainer
 
 from ..context import RunContext, context_of
@@ -17,6 +18,15 @@ C = TypeVar("C", bound=Callback)
 def find_callback(trainer: Trainer, kind: type[C]) -> C | None:
     """The Trainer's first callback of this type, or None."""
     return next((c for c in trainer.callbacks if isinstance(c, kind)), None)  # type: ignore[attr-defined]
+
+
+def gather_objects(trainer: Trainer, mine: list[Any]) -> list[Any]:
+    """All ranks' lists, joined in rank order, on every rank. For rare events only: it pickles and waits."""
+    if trainer.world_size == 1:
+        return mine
+    gathered: list[Any] = [None] * trainer.world_size
+    torch.distributed.all_gather_object(gathered, mine)
+    return [item for part in gathered for item in part]
 
 
 class SentinelCallback(Callback):

@@ -18,7 +18,7 @@ from ..incidents import Action, Finding, FindingKind, Incident, Severity, Verdic
 from ..policy import NEEDS_ROLLBACK, REPORT_ONLY, Choice, Policy, Situation, case_of
 from ..record import StepRecord
 from ..recovery import IncidentWatch
-from .base import SentinelCallback, find_callback
+from .base import SentinelCallback, find_callback, gather_objects
 from .batch_validator import BatchValidator
 from .forensic_checkpoint import ForensicCheckpoint
 from .rank_telemetry import RankTelemetry
@@ -348,7 +348,7 @@ class IncidentResponse(SentinelCallback):
     ) -> None:
         context = self.context(trainer)
         verdict, action = incident.verdict, choice.action
-        names = self._names_to_exclude(record, verdict, watch.case, action)
+        names = self._names_to_exclude(trainer, record, verdict, watch.case, action)
         if action is not Action.NONE or choice.passed_over:
             self._taken.append((self._gates, action))
             incident.actions.append(
@@ -413,18 +413,22 @@ class IncidentResponse(SentinelCallback):
         if names:
             self._quarantine(trainer, incident, names, choice.reason, record.step)
 
-    def _names_to_exclude(self, record: StepRecord, verdict: Verdict, case: str, action: Action) -> tuple[str, ...]:
+    def _names_to_exclude(
+        self, trainer: Trainer, record: StepRecord, verdict: Verdict, case: str, action: Action
+    ) -> tuple[str, ...]:
+        """What shall not be drawn again: ``sample:<id>`` and ``source:<name>``, the same on every rank."""
         if action in (Action.NONE, Action.STOP):
             return ()
-        samples = tuple(f"sample:{s}" for s in verdict.sample_ids)
         if case == "data/source":
             return tuple(c for c in verdict.culprits if c.startswith("source:"))
         if case in ("data/samples", "data/neutralised"):
             named = tuple(c for c in verdict.culprits if c.startswith("sample:"))
-            return named or samples
-        if action is Action.ROLLBACK_SKIP:
-            return samples
-        return ()
+            if named:
+                return named
+        elif action is not Action.ROLLBACK_SKIP:
+            return ()
+        samples = verdict.sample_ids or tuple(gather_objects(trainer, list(record.sample_ids)))
+        return tuple(f"sample:{s}" for s in samples)
 
     def _undo_earlier_update(self, trainer: Trainer, incident: Incident, record: StepRecord, choice: Choice) -> None:
         """Another optimizer has already stepped in this batch: the half-made step goes back as a whole."""
@@ -432,7 +436,7 @@ class IncidentResponse(SentinelCallback):
         if rollback is None:
             log.warning("an earlier optimizer has already stepped in this batch and there is no Rollback to undo it")
             return
-        names = tuple(f"sample:{s}" for s in record.sample_ids)
+        names = tuple(f"sample:{s}" for s in gather_objects(trainer, list(record.sample_ids)))
         before = record.step - self._passed_in_batch
         try:
             rollback.request(
@@ -521,7 +525,7 @@ class IncidentResponse(SentinelCallback):
         if rollback is not None and not any(
             i.is_open and i.kinds - REPORT_ONLY for i in self.context(trainer).incidents
         ):
-            rollback.mark_known_good(record.step - self.probation_steps)
+            rollback.mark_known_good(trainer, record.step - self.probation_steps)
 
     # ------------------------------------------------------------------------------------------------------ journal
 

@@ -15,11 +15,12 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..context import context_of
 from ..data.identity import sample_ids, supervised_token_count, token_count
 from ..detectors.nonfinite import NonFinite
 from ..incidents import Finding, Severity
 from ..record import SIGNAL_INDEX, SIGNALS, SOURCE_LOSS, SOURCE_TOKENS, StepRecord, source_signals
-from .base import SentinelCallback
+from .base import SentinelCallback, gather_objects
 
 log = logging.getLogger("lightning_sentinel")
 
@@ -357,7 +358,7 @@ class RankTelemetry(SentinelCallback):
         mine.extend(once)
         if not (record.column("invalid_batch").any() or first or once):
             return []
-        return [Finding.from_dict(f) for f in _gather_objects(trainer, [f.to_dict() for f in mine])]
+        return [Finding.from_dict(f) for f in gather_objects(trainer, [f.to_dict() for f in mine])]
 
     # ----------------------------------------------------------------------------------- after the step: update norm
 
@@ -507,7 +508,8 @@ def _planned_rates(trainer: Trainer, optimizer: Optimizer) -> tuple[float, ...] 
     for config in trainer.lr_scheduler_configs:
         scheduler = config.scheduler
         if getattr(scheduler, "optimizer", None) is optimizer and hasattr(scheduler, "_last_lr"):
-            return tuple(float(rate) for rate in scheduler._last_lr)
+            factor = context_of(trainer).scratch.get("lr_factor", 1.0)  # a reduction that is in force on purpose
+            return tuple(float(rate) * factor for rate in scheduler._last_lr)
     return None
 
 
@@ -518,15 +520,6 @@ def _all_gather(trainer: Trainer, row: Tensor) -> Tensor:
     gathered = row.new_empty(trainer.world_size * row.numel())
     torch.distributed.all_gather_into_tensor(gathered, row.contiguous())
     return gathered.view(trainer.world_size, row.numel())
-
-
-def _gather_objects(trainer: Trainer, mine: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All ranks' lists, joined in rank order."""
-    if trainer.world_size == 1:
-        return mine
-    gathered: list[Any] = [None] * trainer.world_size
-    torch.distributed.all_gather_object(gathered, mine)
-    return [item for part in gathered for item in part]
 
 
 def _loader_sources(trainer: Trainer) -> Sequence[str]:

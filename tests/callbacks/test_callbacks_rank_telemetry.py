@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
+from sentinel_kit import Sink, make_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -17,22 +18,6 @@ from lightning_sentinel import RankTelemetry
 from lightning_sentinel.callbacks.rank_telemetry import token_probability
 from lightning_sentinel.context import context_of
 from lightning_sentinel.record import SIGNAL_INDEX, StepRecord
-
-
-class Sink:
-    """Keeps events in memory."""
-
-    def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = []
-
-    def write(self, event: str, **fields: Any) -> None:
-        self.events.append({"event": event, **fields})
-
-    def flush(self) -> None:
-        return None
-
-    def steps(self) -> list[dict[str, Any]]:
-        return [e for e in self.events if e["event"] == "step"]
 
 
 class Net(L.LightningModule):
@@ -71,22 +56,10 @@ class Net(L.LightningModule):
 def fit(
     module: Net, telemetry: RankTelemetry | None = None, data: Any = None, **options: Any
 ) -> tuple[L.Trainer, Sink]:
-    sink = Sink()
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(24, 3)) if data is None else data
-    trainer = L.Trainer(
-        **{
-            "max_epochs": 1,
-            "accelerator": "cpu",
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "callbacks": [telemetry or RankTelemetry()],
-            **options,
-        }
-    )
-    context_of(trainer).journal = sink
+    options = {"max_epochs": 1, "max_steps": -1, "callbacks": [telemetry or RankTelemetry()], **options}
+    trainer, sink = make_trainer(**options)
     trainer.fit(module, DataLoader(data, batch_size=4))
     return trainer, sink
 

@@ -1,0 +1,229 @@
+"""The response in real runs: what reaches the weights, what is written down, when it stops."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from sentinel_kit import Loader, Net, Sink, make_trainer, same_bits, weights
+
+from lightning_sentinel import IncidentResponse, NonFiniteTracer, RankTelemetry, Rollback
+from lightning_sentinel.callbacks.incident_response import EXIT_CODE_STOPPED, TrainingStopped
+from lightning_sentinel.context import context_of
+
+NAN = math.nan
+
+
+def suite(**options: Any) -> list[L.Callback]:
+    return [
+        NonFiniteTracer(),
+        RankTelemetry(),
+        IncidentResponse(**{"probation_steps": 8, **options}),
+        Rollback(every_n_steps=5, keep=3),
+    ]
+
+
+def fit(module: L.LightningModule, callbacks: list[L.Callback], **options: Any) -> tuple[L.Trainer, Sink]:
+    trainer, sink = make_trainer(callbacks, **options)
+    torch.manual_seed(7)
+    trainer.fit(module, Loader())
+    return trainer, sink
+
+
+def net(**options: Any) -> Net:
+    torch.manual_seed(1)
+    return Net(**options)
+
+
+def incidents(trainer: L.Trainer) -> list[Any]:
+    return context_of(trainer).incidents
+
+
+def test_no_incident_changes_nothing() -> None:
+    bare, watched = net(), net()
+    fit(bare, [])
+    trainer, sink = fit(watched, suite(mode="recover"))
+    assert same_bits(weights(bare), weights(watched))
+    assert incidents(trainer) == []
+    assert sink.named("incident.opened", "action.skip_step") == []
+
+
+def test_observe_watches_and_lets_it_pass() -> None:
+    module = net(gains={30: NAN})
+    trainer, _ = fit(module, suite(mode="observe"), max_steps=33)
+    assert incidents(trainer)[0].opened_step == 30
+    assert incidents(trainer)[0].actions == []
+    assert not torch.isfinite(module.first.weight).any()
+
+
+@pytest.mark.parametrize("mode", ["guard", "recover"])
+def test_a_reproducible_nan_never_reaches_weights_moments_or_buffers(mode: str) -> None:
+    module = net(gains={30: NAN})
+    trainer, sink = fit(module, suite(mode=mode), max_steps=31)
+    healthy = net()
+    fit(healthy, [], max_steps=30)
+    assert same_bits(weights(module), weights(healthy))
+    state = next(iter(trainer.optimizers[0].state.values()))
+    assert float(state["step"]) == 30.0
+    (incident,) = incidents(trainer)
+    assert [a["action"] for a in incident.actions] == ["skip_step"]
+    assert incident.verdict.kind == "numerics"
+    assert [e["applied"] for e in sink.steps()] == [True] * 30 + [False]
+
+
+def test_a_transient_nan_is_tried_again_and_leaves_no_trace() -> None:
+    clean, module = net(), net(gains={30: NAN}, once=True)
+    fit(clean, [])
+    trainer, _ = fit(module, suite(mode="recover"))
+    assert module.struck == [30]
+    assert same_bits(weights(clean), weights(module))
+    (incident,) = incidents(trainer)
+    assert incident.verdict.kind == "infrastructure"
+    assert incident.verdict.reproducible is False
+    assert [a["action"] for a in incident.actions] == ["retry_step"]
+    assert incident.status == "recovered"
+    assert context_of(trainer).attempt == 1
+
+
+def test_a_run_that_cannot_be_helped_stops_visibly_with_its_exit_code(caplog: pytest.LogCaptureFixture) -> None:
+    module = net(gains=dict.fromkeys(range(30, 200), NAN))
+    with pytest.raises(TrainingStopped) as stopped:
+        fit(module, suite(mode="recover"), max_steps=200)
+    assert stopped.value.code == EXIT_CODE_STOPPED == 77
+    words = str(stopped.value)
+    assert "incident 1 (numerics" in words
+    assert words.index("skip_step") < words.index("rollback_skip") or "rollback_skip" not in words
+    assert all(torch.isfinite(p).all() for p in module.parameters())
+
+
+def test_stop_without_raising() -> None:
+    module = net(gains=dict.fromkeys(range(30, 200), NAN))
+    response = suite(mode="recover", exit_on_stop=False)
+    trainer, sink = fit(module, response, max_steps=200)
+    assert trainer.global_step < 60
+    assert sink.named("action.stop")[0]["incident"] == 1
+
+
+def test_a_temporary_rate_reduction_ends_and_the_schedule_never_saw_it() -> None:
+    rates: list[float] = []
+
+    class Spy(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+            trainer.optimizers[0].register_step_pre_hook(lambda o, *_: rates.append(o.param_groups[0]["lr"]))
+
+    module = net(gains={20: NAN})
+    ladders = {"numerics/step": ["reduce_lr", "stop"]}
+    callbacks = [*suite(mode="recover", ladders=ladders, lr_factor=0.5, lr_steps=6), Spy()]
+    trainer, sink = fit(module, callbacks, max_steps=40)
+    planned = [0.02 * 0.999**i for i in range(40)]
+    ratio = [round(r / p, 6) for r, p in zip(rates, planned, strict=True)]
+    assert ratio[:21] == [1.0] * 21  # step 20 itself is held
+    assert ratio[21:27] == [0.5] * 6
+    assert ratio[27:] == [1.0] * 13
+    assert [i.number for i in incidents(trainer)] == [1]  # the reduced rate is not taken for a wrong one
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.02 * 0.999**40, rel=1e-9)
+    assert [e["kind"] for e in sink.named("experiment.started", "experiment.ended")] == ["reduce_lr", "reduce_lr"]
+
+
+def test_a_permanent_reduction_starts_a_new_experiment() -> None:
+    ladders = {"numerics/step": ["reduce_lr", "stop"]}
+    callbacks = suite(mode="recover", ladders=ladders, lr_permanent=True)
+    trainer, sink = fit(net(gains={20: NAN}), callbacks, max_steps=40)
+    assert sink.named("experiment.started")[0]["experiment"] == "lr-1-20"
+    assert context_of(trainer).scratch["experiment"] == "lr-1-20"
+    assert sink.named("experiment.ended") == []
+
+
+def test_lower_loss_scale_under_a_real_scaler() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+    ladders = {"numerics/step": ["lower_loss_scale", "stop"]}
+    callbacks = suite(mode="recover", ladders=ladders)
+    fit(net(gains={10: NAN}), callbacks, max_steps=12, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    assert scaler.get_scale() == 512.0 / 16
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_held_under_fp16_with_and_without_a_fused_optimizer(fused: bool) -> None:
+    class Fused(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), 0.02, fused=fused)
+
+    def made(**options: Any) -> Fused:
+        torch.manual_seed(1)
+        return Fused(**options)
+
+    def run(module: Fused, callbacks: list[L.Callback], steps: int) -> float:
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        fit(module, callbacks, max_steps=steps, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+        return scaler.get_scale()
+
+    healthy, module = made(), made(gains={15: NAN})
+    run(healthy, [], 15)
+    run(module, suite(mode="guard"), 16)
+    assert same_bits(weights(healthy), weights(module))
+
+
+def test_an_earlier_optimizer_of_the_same_batch_is_undone() -> None:
+    class Two(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.a, self.b = torch.nn.Linear(6, 1), torch.nn.Linear(6, 1)
+            self.automatic_optimization = False
+            self.batches = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            bad = "s80" in batch["sample_id"]
+            for optimizer, layer in zip(self.optimizers(), (self.a, self.b), strict=True):
+                optimizer.zero_grad()
+                loss = (layer(batch["x"]) - batch["y"]).square().mean()
+                self.manual_backward(loss * NAN if bad and layer is self.b else loss)
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.Adam(self.a.parameters(), 0.01), torch.optim.Adam(self.b.parameters(), 0.01)]
+
+    module = Two()
+    trainer, _ = fit(module, suite(mode="recover"), max_steps=80)
+    without = Two()
+    clean, _ = make_trainer([], max_steps=80)
+    loader = Loader()
+    loader.exclude([f"sample:s{i}" for i in range(80, 84)])
+    torch.manual_seed(7)
+    clean.fit(without, loader)
+    assert same_bits(weights(module), weights(without))
+    assert incidents(trainer)[0].opened_step == 41
+
+
+def test_state_survives_in_the_middle_of_an_incident() -> None:
+    response = IncidentResponse(mode="recover", probation_steps=8)
+    callbacks = [NonFiniteTracer(), RankTelemetry(), response, Rollback(every_n_steps=5, keep=3)]
+    fit(net(gains={30: NAN}), callbacks, max_steps=33)
+    state = response.state_dict()
+    other = IncidentResponse(mode="recover", probation_steps=8)
+    other.load_state_dict(state)
+    assert other.state_dict() == state
+    assert list(other._watched) == [1]
+
+
+def test_without_telemetry_it_says_what_to_add() -> None:
+    with pytest.raises(ValueError, match=r"Add lightning_sentinel\.RankTelemetry\(\) to the Trainer's callbacks"):
+        fit(net(), [IncidentResponse()])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"probation_steps": 0}, "probation_steps is 0, expected at least 1"),
+        ({"lr_factor": 1.5}, "lr_factor is 1.5, expected between 0 and 1"),
+        ({"recovered_z": -1.0}, "recovered_z is -1.0, expected more than 0"),
+        ({"mode": "watch"}, "mode is 'watch', expected one of observe, guard, recover"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        IncidentResponse(**options)
