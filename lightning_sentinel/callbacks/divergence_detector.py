@@ -26,24 +26,30 @@ class DivergenceDetector(DetectorCallback):
     ===============  =========  ======================================================================
 
     Args:
-        threshold: Decision bound of the one-sided CUSUM, in standard deviations of the whitened loss.
-        shift: Size of the level shift, in marginal sigma, that the CUSUM is tuned to.
-        min_shift: Smallest shift that counts, in nats.
-        min_relative: Smallest shift that counts, as a fraction of the level before.
-        window: Accepted values from which level, scale and autocorrelation are estimated.
-        warmup: Accepted values before anything is stated.
+        threshold: Evidence for a risen level, in nats of log likelihood ratio, from which it is stated.
+        shift: Size of the rise, in marginal sigma, that the evidence is computed for.
+        clip: Whitened values beyond this many sigma count as this many.
+        margin: Standard errors that the level is taken above its median.
+        min_shift: Smallest rise that counts, in nats.
+        min_relative: Smallest rise that counts, as a fraction of the level before.
+        sigma_floor: Smallest sigma, as a fraction of the level.
+        window: Accepted losses that the level, sigma and autocorrelation rest on.
+        warmup: Accepted losses before anything is stated.
         block: Steps averaged to one value of the trend test.
         blocks: Values in the trend test.
         trend_z: Mann-Kendall statistic from which a rising trend is a divergence.
-        hold: Steps after an incident in which no second one is stated while the level settles.
+        hold: Steps after a finding in which no second one is made while the new level settles.
     """
 
     def __init__(
         self,
         threshold: float = Divergence.threshold,
         shift: float = Divergence.shift,
+        clip: float = Divergence.clip,
+        margin: float = Divergence.margin,
         min_shift: float = Divergence.min_shift,
         min_relative: float = Divergence.min_relative,
+        sigma_floor: float = Divergence.sigma_floor,
         window: int = Divergence.window,
         warmup: int = Divergence.warmup,
         block: int = Divergence.block,
@@ -54,8 +60,11 @@ class DivergenceDetector(DetectorCallback):
         self.detector = Divergence(
             threshold=threshold,
             shift=shift,
+            clip=clip,
+            margin=margin,
             min_shift=min_shift,
             min_relative=min_relative,
+            sigma_floor=sigma_floor,
             window=window,
             warmup=warmup,
             block=block,

@@ -30,18 +30,21 @@ class SpikeDetector(DetectorCallback):
 
     Args:
         threshold: Robust sigma above the expected value from which a value is out of band (an alarm).
+        tail: Multiple of the largest recent standardised jump that a value must pass to be out of band.
         gross: Robust sigma from which one value alone is an incident.
+        gross_tail: Multiple of the largest recent standardised jump from which one value alone is an incident.
         gross_relative: Smallest jump that one value alone can make an incident, as a fraction of the expected loss.
         min_jump: Smallest jump that counts, in nats.
         min_relative: Smallest jump that counts, as a fraction of the expected loss.
-        confirm: Values in a row out of band that make an incident.
-        window: Accepted values that the scale rests on.
-        level_window: Accepted values that the expected value rests on.
-        warmup: Accepted values before ``threshold`` applies; until then only an explosion is stated.
-        explosion: Multiple of the smallest loss so far that is an explosion during warm-up.
+        confirm: Values out of band that make an incident.
+        window: Prediction errors that the scale rests on.
+        level_window: Accepted losses in the long median.
+        tail_window: Steps for which a large jump is remembered.
+        warmup: Accepted losses before the band applies; until then only an explosion is stated.
+        explosion: Multiple of the losses so far that is an explosion during warm-up.
         scale_floor: Smallest scale, as a fraction of the expected loss.
-        recover_after: Values in a row back inside the band that end a spike.
-        shift_after: Values out of band on one level from which the spike is named a level shift.
+        recover_after: Values in a row back near the level that end a spike.
+        shift_after: Values out of band that keep their height, from which the spike is named a level shift.
         patience: Records after which a spike that does not end is taken for the new level.
         restart_window: A spike that starts within this many steps of a restart is marked restart-aligned.
     """
@@ -49,13 +52,16 @@ class SpikeDetector(DetectorCallback):
     def __init__(
         self,
         threshold: float = Spike.threshold,
+        tail: float = Spike.tail,
         gross: float = Spike.gross,
+        gross_tail: float = Spike.gross_tail,
         gross_relative: float = Spike.gross_relative,
         min_jump: float = Spike.min_jump,
         min_relative: float = Spike.min_relative,
         confirm: int = Spike.confirm,
         window: int = Spike.window,
         level_window: int = Spike.level_window,
+        tail_window: int = Spike.tail_window,
         warmup: int = Spike.warmup,
         explosion: float = Spike.explosion,
         scale_floor: float = Spike.scale_floor,
@@ -66,13 +72,16 @@ class SpikeDetector(DetectorCallback):
     ) -> None:
         self.detector = Spike(
             threshold=threshold,
+            tail=tail,
             gross=gross,
+            gross_tail=gross_tail,
             gross_relative=gross_relative,
             min_jump=min_jump,
             min_relative=min_relative,
             confirm=confirm,
             window=window,
             level_window=level_window,
+            tail_window=tail_window,
             warmup=warmup,
             explosion=explosion,
             scale_floor=scale_floor,

@@ -1,4 +1,15 @@
-"""Losses that stop returning: a level that shifts and stays, and a trend that rises. (See docs/detection.md.)
+"""Losses that stop returning: a level that shifts and stays, and a trend that rises.
+
+**Level shift.** The accepted losses give a level, a marginal sigma and a lag-1 autocorrelation phi. Each new loss is whitened,
+
+    ``z = ((x - level) - phi (x_before - level)) / (sigma sqrt(1 - phi^2))``, clipped to +-``clip``,
+
+in which a shift of ``shift`` sigma is worth ``d = shift (1 - phi) / sqrt(1 - phi^2)``. The one-sided CUSUM (Page 1954) of the log
+likelihood ratio, ``S = max(0, S + d z - d^2 / 2)``, is the evidence in nats for "the level has risen"; it is a level shift when it
+passes ``threshold`` and the median since ``S`` was last 0 lies far enough above the level.
+
+**Trend.** Means of ``block`` steps go through the Mann-Kendall test with Hamed and Rao's correction for autocorrelation; a
+Theil-Sen slope gives its size.
 
 Example:
     >>> import numpy as np
@@ -16,39 +27,113 @@ Example:
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ..incidents import Finding, FindingKind, Severity
-from ..record import StepRecord
-from .robust import RollingWindow, check_bound, check_count, mann_kendall, theil_sen
+from ..record import FloatArray, StepRecord
+from .base import mean_loss
+from .robust import MAD_TO_SIGMA, check_bound, check_count, mann_kendall, theil_sen
+
+# Spans over which a level is a median: the newest few in a descent, all of them on a plateau.
+SPANS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+# Fewest values that sigma and autocorrelation rest on.
+NEWEST = 64
+# Differences over which a descent counts as straight.
+TREND_BLOCK = 16
+# Efficiency of a median: its variance over that of the mean of as many normal values.
+MEDIAN_VARIANCE = math.pi / 2
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What the accepted losses say: an upper bound of their level, marginal sigma, lag-1 autocorrelation."""
+
+    level: float
+    median: float
+    sigma: float
+    phi: float
+    count: int
+
+    @property
+    def step_sigma(self) -> float:
+        """Standard deviation of the whitened innovation, in nats."""
+        return self.sigma * math.sqrt(1.0 - self.phi * self.phi)
+
+    @classmethod
+    def fit(cls, values: FloatArray, margin: float, floor: float) -> Baseline:
+        """Fit to losses, oldest first.
+
+        Sigma and phi come from squared differences at lags 1 and 2, which a slow descent does not touch:
+        ``E(x_t - x_{t-k})^2 = 2 sigma^2 (1 - phi^k)``, so ``v2 / v1 = 1 + phi``. Squares are clipped at 3 robust sigma. The
+        level is the smallest upper confidence bound, ``margin`` standard errors above the median, over the spans.
+        """
+        n = len(values)
+        newest = values[-max(NEWEST, n // 2) :]  # sigma changes as the loss falls: the newer half knows it
+        v1, v2 = _noise_power(newest[1:] - newest[:-1]), _noise_power(newest[2:] - newest[:-2])
+        phi = min(0.97, max(0.0, v2 / v1 - 1.0) + 1.0 / math.sqrt(len(newest))) if v1 > 0 else 0.0
+        sigma = math.sqrt(v1 / (2.0 * (1.0 - phi)))
+        inflation = (1.0 + phi) / (1.0 - phi)
+        best = math.inf
+        median = math.nan
+        for span in SPANS:
+            span = min(span, n)
+            middle = float(np.median(values[n - span :]))
+            error = sigma * math.sqrt(MEDIAN_VARIANCE * inflation / span)
+            bound = middle + margin * min(error, sigma)
+            if bound < best:
+                best, median = bound, middle
+            if span == n:
+                break
+        return cls(best, median, max(sigma, floor * abs(median), 1e-12), phi, n)
+
+
+def _noise_power(differences: FloatArray) -> float:
+    """Mean square of differences around their local median, every value clipped at 3 robust sigma.
+
+    The local median (over TREND_BLOCK differences) is the slope of the descent.
+    """
+    n = len(differences) // TREND_BLOCK * TREND_BLOCK
+    if n:
+        blocks = differences[len(differences) - n :].reshape(-1, TREND_BLOCK)
+        differences = (blocks - np.median(blocks, axis=1, keepdims=True)).ravel()
+    size = np.abs(differences)
+    limit = 3.0 * MAD_TO_SIGMA * float(np.median(size))
+    return float(np.mean(np.square(np.minimum(size, limit) if limit > 0 else size)))
 
 
 @dataclass(eq=False)
 class Divergence:
-    """A change-point statistic on whitened losses and a trend test on block means.
+    """A change-point statistic on the whitened loss and a trend test on block means.
 
     Args:
-        threshold: Decision bound of the one-sided CUSUM, in standard deviations of the whitened loss.
-        shift: Size of the level shift, in marginal sigma, that the CUSUM is tuned to.
-        min_shift: Smallest shift that counts, in nats.
-        min_relative: Smallest shift that counts, as a fraction of the level before.
-        window: Accepted values from which level, scale and autocorrelation are estimated.
-        warmup: Accepted values before anything is stated.
+        threshold: Evidence for a risen level, in nats of log likelihood ratio, from which it is stated.
+        shift: Size of the rise, in marginal sigma, that the evidence is computed for.
+        clip: Whitened values beyond this many sigma count as this many.
+        margin: Standard errors that the level is taken above its median.
+        min_shift: Smallest rise that counts, in nats.
+        min_relative: Smallest rise that counts, as a fraction of the level before.
+        sigma_floor: Smallest sigma, as a fraction of the level.
+        window: Accepted losses that the level, sigma and autocorrelation rest on.
+        warmup: Accepted losses before anything is stated.
         block: Steps averaged to one value of the trend test.
         blocks: Values in the trend test.
         trend_z: Mann-Kendall statistic from which a rising trend is a divergence.
-        hold: Steps after an incident in which no second one is stated while the level settles.
+        hold: Steps after a finding in which no second one is made while the new level settles.
     """
 
-    threshold: float = 18.0
-    shift: float = 1.5
-    min_shift: float = 0.02
+    threshold: float = 16.0
+    shift: float = 1.0
+    clip: float = 2.5
+    margin: float = 2.0
+    min_shift: float = 0.005
     min_relative: float = 0.025
-    window: int = 512
-    warmup: int = 40
+    sigma_floor: float = 0.002
+    window: int = 2048
+    warmup: int = 32
     block: int = 8
     blocks: int = 24
     trend_z: float = 5.0
@@ -58,113 +143,108 @@ class Divergence:
     def __post_init__(self) -> None:
         check_bound("Divergence", "threshold", self.threshold, above=0.0)
         check_bound("Divergence", "shift", self.shift, above=0.0)
+        check_bound("Divergence", "clip", self.clip, above=self.shift)
+        check_bound("Divergence", "margin", self.margin, least=0.0)
         check_bound("Divergence", "min_shift", self.min_shift, least=0.0)
         check_bound("Divergence", "min_relative", self.min_relative, least=0.0)
+        check_bound("Divergence", "sigma_floor", self.sigma_floor, above=0.0)
         check_count("Divergence", "window", self.window, least=32)
         check_count("Divergence", "warmup", self.warmup, least=16)
         check_count("Divergence", "block", self.block, least=1)
         check_count("Divergence", "blocks", self.blocks, least=8)
         check_bound("Divergence", "trend_z", self.trend_z, above=0.0)
         check_count("Divergence", "hold", self.hold, least=0)
-        self._values = RollingWindow(self.window)
-        self._model: tuple[float, float, float] | None = None  # level, sigma, phi
-        self._age = 0
-        self._sum = 0.0
-        self._excursion: list[tuple[int, float]] = []
+        self._values: deque[float] = deque(maxlen=self.window)
+        self._baseline: Baseline | None = None
+        self._age = 0  # accepted losses since the baseline was fitted
+        self._evidence = 0.0
+        self._rise: list[tuple[int, float]] = []  # (step, loss) since the evidence was last 0
         self._previous = math.nan
         self._hold = 0
         self._block: list[float] = []
-        self._means: list[tuple[int, float]] = []
+        self._means: deque[tuple[int, float]] = deque(maxlen=self.blocks)
         self._trend_stated = False
 
     def observe(self, record: StepRecord) -> list[Finding]:
-        loss = record.mean_loss
+        loss = mean_loss(record)
         if not math.isfinite(loss):
             return []
-        findings = self._cusum(record.step, loss) + self._trend(record.step, loss)
-        return findings
+        return self._level(record.step, loss) + self._trend(record.step, loss)
 
     # -- level shift ---------------------------------------------------------------------------------------------
 
-    def _fit(self) -> tuple[float, float, float]:
-        values = np.array(self._values.values)
-        n = len(values)
-        d1, d2 = np.abs(np.diff(values)), np.abs(values[2:] - values[:-2])
-        v1, v2 = float(np.median(d1)) ** 2, float(np.median(d2)) ** 2
-        phi = min(0.97, max(0.0, v2 / v1 - 1.0 if v1 > 0 else 0.0) + 1.0 / math.sqrt(n))
-        span = int(min(n, max(24, 24 * (1 + phi) / (1 - phi))))
-        level = float(np.median(values[-span:]))
-        sigma = 1.4826 * math.sqrt(v1) / math.sqrt(2 * (1 - phi))
-        recent = values[-span:]
-        sigma = max(sigma, 1.4826 * float(np.median(np.abs(recent - level))), 1e-4 * abs(level), 1e-12)
-        return level, sigma, phi
-
-    def _cusum(self, step: int, loss: float) -> list[Finding]:
-        if self._hold:
-            self._hold -= 1
-            self._values.push(loss)
-            self._previous = loss
+    def _level(self, step: int, loss: float) -> list[Finding]:
+        if self._hold or len(self._values) < self.warmup:
+            self._hold = max(0, self._hold - 1)
+            self._accept(loss)
             return []
-        if len(self._values) < self.warmup:
-            self._values.push(loss)
-            self._previous = loss
-            return []
-        if self._model is None or (not self._excursion and self._age >= 8):
-            self._model, self._age = self._fit(), 0
-        level, sigma, phi = self._model
-        self._age += 1
-        innovation = (loss - level) - phi * (self._previous - level)
-        z = innovation / (sigma * math.sqrt(1 - phi * phi))
-        reference = 0.5 * self.shift * (1 - phi) / math.sqrt(1 - phi * phi)
+        # A fit costs some 100 us; its error falls with the root of the history, so old histories need few.
+        if self._baseline is None or (not self._rise and self._age >= max(8, len(self._values) // 32)):
+            self._baseline = Baseline.fit(np.array(self._values), self.margin, self.sigma_floor)
+            self._age = 0
+        base = self._baseline
+        innovation = (loss - base.level) - base.phi * (self._previous - base.level)
+        z = max(-self.clip, min(self.clip, innovation / base.step_sigma))
+        worth = self.shift * (1.0 - base.phi) / math.sqrt(1.0 - base.phi * base.phi)
+        self._evidence = max(0.0, self._evidence + worth * z - 0.5 * worth * worth)
         self._previous = loss
-        before = self._sum
-        self._sum = max(0.0, self._sum + max(-4.0, min(4.0, z)) - reference)
-        if self._sum == 0.0:
-            for _, value in self._excursion:
-                self._values.push(min(value, level + 4 * sigma))
-            self._excursion = []
-            self._values.push(loss)
+        if self._evidence == 0.0:
+            for _, value in self._rise:
+                self._values.append(value)
+            self._rise = []
+            self._accept(loss)
             return []
-        if before == 0.0:
-            self._excursion = []
-        self._excursion.append((step, loss))
-        if len(self._excursion) > self.window:
-            self._reset_to_excursion()
+        self._rise.append((step, loss))
+        if len(self._rise) > self.window:
+            self._restart()
             return []
-        if self._sum < self.threshold:
+        if self._evidence < self.threshold:
             return []
-        now = float(np.median([v for _, v in self._excursion]))
-        if now - level < max(self.min_shift, self.min_relative * abs(level)):
+        now = float(np.median([v for _, v in self._rise]))
+        least = max(self.min_shift, self.min_relative * abs(base.median))
+        if now - base.median < least:
             return []
-        since = self._excursion[0][0]
-        count = len(self._excursion)
-        score = self._sum
-        self._reset_to_excursion()
+        finding = self._shifted(step, base, now, least)
+        self._restart()
         self._hold = self.hold
-        return [
-            Finding(
-                kind=FindingKind.LEVEL_SHIFT,
-                detector=self.name,
-                step=step,
-                score=score,
-                threshold=self.threshold,
-                unit="CUSUM sigma",
-                severity=Severity.INCIDENT,
-                since_step=since,
-                window=len(self._values),
-                message=f"Loss has moved from {level:.4f} to a median of {now:.4f} over the last {count} steps (since step"
-                f" {since}): CUSUM {score:.1f} above its limit {self.threshold:g} (sigma {sigma:.4f}, autocorrelation"
-                f" {phi:.2f}, least shift {max(self.min_shift, self.min_relative * abs(level)):.4f} nats).",
-                evidence={"level_before": level, "level_now": now, "sigma": sigma, "phi": phi, "steps": count},
-            )
-        ]
+        return [finding]
 
-    def _reset_to_excursion(self) -> None:
-        values = [v for _, v in self._excursion]
-        self._values = RollingWindow(self.window, values)
-        self._excursion = []
-        self._sum = 0.0
-        self._model = None
+    def _accept(self, loss: float) -> None:
+        self._values.append(loss)
+        self._previous = loss
+        self._age += 1
+
+    def _restart(self) -> None:
+        """Take the risen values as the history of a new level."""
+        self._values = deque((v for _, v in self._rise), maxlen=self.window)
+        self._rise = []
+        self._evidence = 0.0
+        self._baseline = None
+
+    def _shifted(self, step: int, base: Baseline, now: float, least: float) -> Finding:
+        count = len(self._rise)
+        return Finding(
+            kind=FindingKind.LEVEL_SHIFT,
+            detector=self.name,
+            step=step,
+            score=self._evidence,
+            threshold=self.threshold,
+            unit="nats of evidence",
+            severity=Severity.INCIDENT,
+            since_step=self._rise[0][0],
+            window=base.count,
+            message=f"Loss has moved from {base.median:.4f} (median of accepted steps, sigma {base.sigma:.4f},"
+            f" autocorrelation {base.phi:.2f}) to a median of {now:.4f} over the {count} steps since step"
+            f" {self._rise[0][0]}: evidence {self._evidence:.1f} nats (limit {self.threshold:g}), rise"
+            f" {now - base.median:.4f} nats (least {least:.4f}).",
+            evidence={
+                "level_before": base.median,
+                "level_now": now,
+                "sigma": base.sigma,
+                "autocorrelation": base.phi,
+                "steps": count,
+            },
+        )
 
     # -- trend ---------------------------------------------------------------------------------------------------
 
@@ -174,7 +254,6 @@ class Divergence:
             return []
         self._means.append((step, sum(self._block) / len(self._block)))
         self._block = []
-        self._means = self._means[-self.blocks :]
         if len(self._means) < self.blocks:
             return []
         means = [m for _, m in self._means]
@@ -212,11 +291,11 @@ class Divergence:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "values": self._values.state_dict(),
-            "model": None if self._model is None else list(self._model),
+            "values": list(self._values),
+            "baseline": None if self._baseline is None else dict(vars(self._baseline)),
             "age": self._age,
-            "sum": self._sum,
-            "excursion": [list(e) for e in self._excursion],
+            "evidence": self._evidence,
+            "rise": [list(r) for r in self._rise],
             "previous": self._previous,
             "hold": self._hold,
             "block": list(self._block),
@@ -225,13 +304,13 @@ class Divergence:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._values.load_state_dict(state["values"])
-        self._model = None if state["model"] is None else tuple(state["model"])
+        self._values = deque((float(v) for v in state["values"]), maxlen=self.window)
+        self._baseline = None if state["baseline"] is None else Baseline(**state["baseline"])
         self._age = int(state["age"])
-        self._sum = float(state["sum"])
-        self._excursion = [(int(s), float(v)) for s, v in state["excursion"]]
+        self._evidence = float(state["evidence"])
+        self._rise = [(int(s), float(v)) for s, v in state["rise"]]
         self._previous = float(state["previous"])
         self._hold = int(state["hold"])
-        self._block = list(state["block"])
-        self._means = [(int(s), float(v)) for s, v in state["means"]]
+        self._block = [float(v) for v in state["block"]]
+        self._means = deque(((int(s), float(v)) for s, v in state["means"]), maxlen=self.blocks)
         self._trend_stated = bool(state["trend_stated"])

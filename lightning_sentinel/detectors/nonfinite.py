@@ -13,7 +13,7 @@ Example:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -45,7 +45,7 @@ def is_scaler_overflow(record: StepRecord) -> bool:
 class NonFinite:
     """States NaN and infinity the step they appear; keeps no history and has no threshold."""
 
-    name = "non_finite"
+    name: ClassVar[str] = "non_finite"
 
     def observe(self, record: StepRecord) -> list[Finding]:
         findings = []

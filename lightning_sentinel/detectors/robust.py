@@ -24,8 +24,8 @@ import numpy.typing as npt
 
 # A normal distribution's standard deviation in units of its median absolute deviation.
 MAD_TO_SIGMA = 1.4826022185056018
-# A normal distribution's distance from the first to the ninth decile in standard deviations.
-DECILES_TO_SIGMA = 2.5631031310892007
+# A normal distribution's distance from the median to the ninth decile in standard deviations.
+UPPER_DECILE_TO_SIGMA = 1.2815515655446004
 
 
 def check_bound(owner: str, name: str, value: float, *, least: float = -math.inf, above: float = -math.inf) -> None:
@@ -147,12 +147,14 @@ class RollingWindow:
 
     @property
     def spread(self) -> float:
-        """Robust standard deviation that two-humped data cannot collapse: the larger of MAD and inter-decile range.
+        """Robust standard deviation that upper outliers of up to a fifth of the values widen.
 
-        Both equal the standard deviation of a normal distribution. The MAD alone is 0 where half the values agree.
+        The larger of the scaled MAD and the distance from the median to the ninth decile; both equal the standard deviation of
+        a normal distribution. The MAD alone is 0 where half the values agree.
         """
-        deciles = sorted_quantile(self._ordered, 0.9) - sorted_quantile(self._ordered, 0.1)
-        return max(self.sigma, deciles / DECILES_TO_SIGMA)
+        middle = sorted_median(self._ordered)
+        upper = (sorted_quantile(self._ordered, 0.9) - middle) / UPPER_DECILE_TO_SIGMA
+        return max(MAD_TO_SIGMA * sorted_mad(self._ordered, middle), upper)
 
     def quantile(self, q: float) -> float:
         return sorted_quantile(self._ordered, q)

@@ -1,15 +1,21 @@
 """Loss spikes: a value far above what the recent accepted values allow.
 
-The expected value is the smaller of two rolling medians of the accepted values, plus the median of the recent prediction
-errors (negative while the loss descends, so the lag of a median does not hide a jump). The scale is the MAD of the prediction
-errors with a floor. A value counts as a jump if it passes all of three bounds: ``threshold`` robust sigma, an absolute
-minimum in nats, and a minimum relative to the expected value.
+**Expected value.** The smaller of two rolling medians of the accepted losses (short and long: the short one follows a
+descent), plus the median of their recent errors (negative in a descent).
+
+**Scale.** The larger of MAD and inter-decile range of the recent prediction errors, as a normal standard deviation, with a
+floor.
+
+**Band.** A value is out of band if its jump ``loss - expected`` passes three bounds: ``threshold`` times the scale; ``tail``
+times the largest standardised jump of the last ``tail_window`` steps that was no incident (so that a run with heavy tails sets its own
+measure); and a minimum, ``min_jump`` nats or ``min_relative`` of the expected value. One value out of band is an alarm; it is
+an incident at once if it passes ``gross``, ``gross_tail`` and ``gross_relative`` too, else when ``confirm`` values have been out of band.
 
 Example:
     >>> from lightning_sentinel.record import StepRecord
     >>> detector = Spike()
     >>> for step in range(60):
-    ...     assert detector.observe(StepRecord.from_losses(step, [2.0 + 0.05 * (-1) ** step])) == []
+    ...     assert detector.observe(StepRecord.from_losses(step, [2.0 + 0.05 * (step * 7 % 11) / 11])) == []
     >>> [finding] = detector.observe(StepRecord.from_losses(60, [4.5]))
     >>> str(finding.kind), str(finding.severity)
     ('spike', 'incident')
@@ -18,12 +24,16 @@ Example:
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..incidents import Finding, FindingKind, Severity
 from ..record import StepRecord
+from .base import mean_loss
 from .robust import RollingWindow, check_bound, check_count
+
+FAST = 5  # values in the short median
 
 
 @dataclass
@@ -31,16 +41,16 @@ class _Open:
     """A spike that has not ended."""
 
     since_step: int
-    level: float
+    level: float  # expected value at its start
     scale: float
+    band: float  # jump from which a value was out of band at its start
     peak: float
     peak_step: int
     rows: int = 1  # records since the first, the first included
-    elevated: int = 1  # of these, outside the band
-    calm: int = 0  # newest ones in a row inside the band
+    elevated: int = 1  # of these, out of band
+    calm: int = 0  # newest ones in a row back near the level
     incident: bool = False
     shifted: bool = False
-    diverged: bool = False
     restart_aligned: bool = False
 
 
@@ -50,48 +60,57 @@ class Spike:
 
     Args:
         threshold: Robust sigma above the expected value from which a value is out of band (an alarm).
+        tail: Multiple of the largest recent standardised jump that a value must pass to be out of band.
         gross: Robust sigma from which one value alone is an incident.
+        gross_tail: Multiple of the largest recent standardised jump from which one value alone is an incident.
         gross_relative: Smallest jump that one value alone can make an incident, as a fraction of the expected loss.
         min_jump: Smallest jump that counts, in nats.
         min_relative: Smallest jump that counts, as a fraction of the expected loss.
-        confirm: Values in a row out of band that make an incident.
-        window: Accepted values that the scale rests on.
-        level_window: Accepted values that the expected value rests on.
-        warmup: Accepted values before ``threshold`` applies; until then only an explosion is stated.
-        explosion: Multiple of the smallest loss so far that is an explosion during warm-up.
+        confirm: Values out of band that make an incident.
+        window: Prediction errors that the scale rests on.
+        level_window: Accepted losses in the long median.
+        tail_window: Steps for which a large jump is remembered.
+        warmup: Accepted losses before the band applies; until then only an explosion is stated.
+        explosion: Multiple of the losses so far that is an explosion during warm-up.
         scale_floor: Smallest scale, as a fraction of the expected loss.
-        recover_after: Values in a row back inside the band that end a spike.
-        shift_after: Values out of band on one level from which the spike is named a level shift.
+        recover_after: Values in a row back near the level that end a spike.
+        shift_after: Values out of band that keep their height, from which the spike is named a level shift.
         patience: Records after which a spike that does not end is taken for the new level.
         restart_window: A spike that starts within this many steps of a restart is marked restart-aligned.
     """
 
     threshold: float = 8.0
+    tail: float = 1.5
     gross: float = 16.0
-    gross_relative: float = 0.25
-    min_jump: float = 0.02
+    gross_tail: float = 6.0
+    gross_relative: float = 0.2
+    min_jump: float = 0.005
     min_relative: float = 0.06
     confirm: int = 3
-    window: int = 128
+    window: int = 32
     level_window: int = 15
+    tail_window: int = 128
     warmup: int = 20
     explosion: float = 2.5
     scale_floor: float = 0.002
     recover_after: int = 3
     shift_after: int = 6
-    patience: int = 64
+    patience: int = 48
     restart_window: int = 20
     name: ClassVar[str] = "spike"
 
     def __post_init__(self) -> None:
         check_bound("Spike", "threshold", self.threshold, above=0.0)
+        check_bound("Spike", "tail", self.tail, least=0.0)
         check_bound("Spike", "gross", self.gross, least=self.threshold)
+        check_bound("Spike", "gross_tail", self.gross_tail, least=self.tail)
         check_bound("Spike", "gross_relative", self.gross_relative, least=0.0)
         check_bound("Spike", "min_jump", self.min_jump, least=0.0)
         check_bound("Spike", "min_relative", self.min_relative, least=0.0)
         check_count("Spike", "confirm", self.confirm, least=1)
         check_count("Spike", "window", self.window, least=16)
-        check_count("Spike", "level_window", self.level_window, least=3)
+        check_count("Spike", "level_window", self.level_window, least=FAST)
+        check_count("Spike", "tail_window", self.tail_window, least=1)
         check_count("Spike", "warmup", self.warmup, least=5)
         check_bound("Spike", "explosion", self.explosion, above=1.0)
         check_bound("Spike", "scale_floor", self.scale_floor, above=0.0)
@@ -100,12 +119,13 @@ class Spike:
         check_count("Spike", "patience", self.patience, least=self.shift_after)
         check_count("Spike", "restart_window", self.restart_window, least=0)
         self._level = RollingWindow(self.level_window)
-        self._fast = RollingWindow(5)
-        self._errors = RollingWindow(self.window)
-        self._drift = RollingWindow(31)
-        self._recent = RollingWindow(max(8, self.level_window))  # values since the spike opened, accepted or not
+        self._fast = RollingWindow(FAST)
+        self._lag = RollingWindow(FAST)  # loss - expected: how far the medians trail behind a descent
+        self._errors = RollingWindow(self.window)  # the same without that lag
+        self._jumps: deque[tuple[int, float]] = deque()  # (row, standardised jump), both falling: a sliding maximum
+        self._recent = RollingWindow(self.shift_after)  # newest losses of an open spike
+        self._row = 0
         self._accepted = 0
-        self._best = math.inf
         self._open: _Open | None = None
 
     # -- the band ------------------------------------------------------------------------------------------------
@@ -114,11 +134,14 @@ class Spike:
         """Expected loss and scale of the next step, in nats; ``(nan, nan)`` without history."""
         if not len(self._level):
             return math.nan, math.nan
-        level = min(self._fast.median, self._level.median)
-        if len(self._errors) < 5:
-            return level, max(self.scale_floor * abs(level), 1e-12)
-        center = level + self._drift.median
-        return center, max(self._errors.spread, self.scale_floor * abs(center), 1e-12)
+        center = min(self._fast.median, self._level.median)
+        floor = max(self.scale_floor * abs(center), 1e-12)
+        return center, max(self._errors.sigma, floor) if len(self._errors) >= FAST else floor
+
+    @property
+    def largest_jump(self) -> float:
+        """Largest standardised jump of the last ``tail_window`` steps that was no incident, in robust sigma."""
+        return self._jumps[0][1] if self._jumps else 0.0
 
     def _least_jump(self, center: float) -> float:
         return max(self.min_jump, self.min_relative * abs(center))
@@ -131,124 +154,163 @@ class Spike:
     # -- one record ----------------------------------------------------------------------------------------------
 
     def observe(self, record: StepRecord) -> list[Finding]:
-        loss = record.mean_loss
+        loss = mean_loss(record)
         if not math.isfinite(loss):
             return []
+        self._row += 1
         if self._open is not None:
             return self._follow(record, loss, self._open)
-        if self._accepted < self.warmup:
-            return self._cold(record, loss)
         center, scale = self.expected()
+        if self._accepted < self.warmup:
+            return self._cold(record, loss, center, scale)
         jump = loss - center
-        if jump < self.threshold * scale or jump < self._least_jump(center):
-            self._accept(loss)
+        band = max(max(self.threshold, self.tail * self.largest_jump) * scale, self._least_jump(center))
+        if jump < band:
+            self._accept(loss, center, scale)
             return []
-        return [self._begin(record, loss, center, scale)]
+        return [self._begin(record, loss, center, scale, band)]
 
-    def _accept(self, loss: float) -> None:
+    def _accept(self, loss: float, center: float, scale: float) -> None:
         if len(self._level):
-            error = loss - min(self._fast.median, self._level.median)
-            self._errors.push(error)
-            self._drift.push(error)
+            error = loss - center
+            if len(self._lag):
+                self._errors.push(error - self._lag.median)
+            self._lag.push(error)
+            if self._accepted >= self.warmup and self._open is None:
+                self._remember(error / scale)
         self._level.push(loss)
         self._fast.push(loss)
-        self._best = min(self._best, loss)
         self._accepted += 1
 
-    def _cold(self, record: StepRecord, loss: float) -> list[Finding]:
-        if self._accepted >= 2 and self._best > 0 and loss > self.explosion * self._best:
+    def _remember(self, jump: float) -> None:
+        """Keep the sliding maximum of standardised jumps: only those that no later one tops."""
+        jumps = self._jumps
+        if jumps and jumps[0][0] <= self._row - self.tail_window:
+            jumps.popleft()
+        if jump <= 1.0:
+            return
+        while jumps and jumps[-1][1] <= jump:
+            jumps.pop()
+        jumps.append((self._row, jump))
+
+    def _cold(self, record: StepRecord, loss: float, center: float, scale: float) -> list[Finding]:
+        """Too little history for a band: only a multiple of everything seen so far is stated."""
+        if self._accepted >= 2:
             top = max(self._level.values)
-            if loss > self.explosion * top or (loss > top and loss > 2 * self.explosion * self._best):
-                return [self._begin(record, loss, self._best, self.scale_floor * self._best, exploded=True)]
-        self._accept(loss)
+            if top > 0 and loss > self.explosion * top:
+                return [self._exploded(record, loss, top)]
+        self._accept(loss, center, scale)
         return []
 
-    def _begin(
-        self, record: StepRecord, loss: float, center: float, scale: float, *, exploded: bool = False
-    ) -> Finding:
+    def _start(self, record: StepRecord, loss: float, center: float, scale: float, band: float, incident: bool) -> None:
         restart = record.restart_step
         aligned = restart is not None and 0 <= record.step - restart <= self.restart_window
-        jump = loss - center
-        incident = exploded or (jump >= self.gross * scale and jump >= self.gross_relative * abs(center))
-        self._open = _Open(record.step, center, scale, loss, record.step, restart_aligned=aligned)
+        self._open = _Open(record.step, center, scale, band, loss, record.step, restart_aligned=aligned)
         self._open.incident = incident or self.confirm == 1
         self._recent.clear()
         self._recent.push(loss)
-        severity = Severity.INCIDENT if self._open.incident else Severity.ALARM
-        if exploded:
-            return self._finding(
-                record,
-                FindingKind.SPIKE,
-                severity,
-                score=loss / center,
-                threshold=self.explosion,
-                unit="x smallest loss",
-                life="open",
-                message=f"Loss {loss:.4g} at step {record.step} is {loss / center:.2f} times the smallest of the first"
-                f" {self._accepted} losses, {center:.4g} (limit {self.explosion:g} during warm-up).",
-            )
+
+    def _exploded(self, record: StepRecord, loss: float, top: float) -> Finding:
+        self._start(record, loss, top, self.scale_floor * top, 0.5 * (self.explosion - 1) * top, incident=True)
         return self._finding(
             record,
             FindingKind.SPIKE,
-            severity,
+            Severity.INCIDENT,
+            score=loss / top,
+            threshold=self.explosion,
+            unit="x largest loss",
+            life="open",
+            message=f"Loss {loss:.4g} at step {record.step} is {loss / top:.2f} times the largest of the last"
+            f" {len(self._level)} losses, {top:.4g} (limit {self.explosion:g} during warm-up).",
+        )
+
+    def _begin(self, record: StepRecord, loss: float, center: float, scale: float, band: float) -> Finding:
+        jump = loss - center
+        incident = jump >= max(
+            self.gross, self.gross_tail * self.largest_jump
+        ) * scale and jump >= self.gross_relative * abs(center)
+        self._start(record, loss, center, scale, band, incident)
+        return self._jumped(record, loss, center, scale, band)
+
+    def _jumped(self, record: StepRecord, loss: float, center: float, scale: float, band: float) -> Finding:
+        assert self._open is not None
+        jump = loss - center
+        return self._finding(
+            record,
+            FindingKind.SPIKE,
+            Severity.INCIDENT if self._open.incident else Severity.ALARM,
             score=jump / scale,
-            threshold=self.threshold,
+            threshold=band / scale,
             unit="robust sigma",
             life="open",
             message=f"Loss {loss:.4f} at step {record.step} is {jump:.4f} nats or {jump / scale:.1f} robust sigma above the"
-            f" expected {center:.4f} (sigma {scale:.4f} from {len(self._errors)} accepted steps; limits"
-            f" {self.threshold:g} sigma, {self._least_jump(center):.4f} nats).",
+            f" expected {center:.4f} (sigma {scale:.4f} from {len(self._errors)} steps; the limit {band:.4f} is the largest of"
+            f" {self.threshold:g} sigma, {self.tail:g} times the largest recent jump of {self.largest_jump:.1f} sigma, and"
+            f" {self._least_jump(center):.4f} nats).",
         )
 
     # -- the life of an open spike -------------------------------------------------------------------------------
 
     def _follow(self, record: StepRecord, loss: float, spike: _Open) -> list[Finding]:
+        again = self._again(record, loss, spike)
+        if again is not None:
+            return [again]
         spike.rows += 1
         self._recent.push(loss)
         if loss > spike.peak:
             spike.peak, spike.peak_step = loss, record.step
         jump = loss - spike.level
-        band = max(0.5 * self.threshold * spike.scale, 0.5 * self._least_jump(spike.level))
-        if jump < band:
+        if jump < max(0.5 * spike.band, min(spike.band, 0.1 * (spike.peak - spike.level))):
             spike.calm += 1
-            if self._accepted:
-                self._accept(loss)
-            if spike.calm >= self.recover_after:
-                self._open = None
-                if spike.peak_step == spike.since_step and spike.elevated == 1 and not spike.incident:
-                    return []
-                return [self._ended(record, spike)]
-            return []
+            center, scale = self.expected()
+            self._accept(loss, center, scale)
+            return self._recovered(record, spike) if spike.calm >= self.recover_after else []
         spike.calm = 0
-        spike.elevated += 1
         findings = []
-        if not spike.incident and spike.elevated >= self.confirm:
-            spike.incident = True
-            findings.append(self._confirmed(record, spike, jump))
-        if not spike.shifted and spike.elevated >= self.shift_after and self._stays(spike):
-            spike.shifted = True
-            findings.append(self._shifted(record, spike))
+        if jump >= spike.band:
+            spike.elevated += 1
+            if not spike.incident and spike.elevated >= self.confirm:
+                spike.incident = True
+                findings.append(self._confirmed(record, spike, jump))
+            if not spike.shifted and spike.elevated >= self.shift_after and self._stays(spike):
+                spike.shifted = True
+                findings.append(self._shifted(record, spike))
         if spike.rows >= self.patience:
-            if not spike.shifted:
+            if spike.incident and not spike.shifted:
                 findings.append(self._shifted(record, spike))
             self._settle()
         return findings
 
+    def _again(self, record: StepRecord, loss: float, spike: _Open) -> Finding | None:
+        """A second jump on the flank of the first: as far above the newest losses as a spike must be above its level."""
+        if spike.rows < FAST:
+            return None
+        center = max(self._recent.values[-FAST:])
+        if loss - center < max(spike.band, 0.5 * (spike.peak - spike.level), self._least_jump(center)):
+            return None
+        level = self._recent.median
+        self._start(record, loss, spike.level, spike.scale, spike.band, incident=True)
+        return self._jumped(record, loss, level, spike.scale, spike.band)
+
     def _stays(self, spike: _Open) -> bool:
-        """True if the newest values keep most of the height of the jump: a level, not a decay."""
-        newest = self._recent.values[-self.shift_after :]
-        return min(newest) - spike.level >= 0.6 * (spike.peak - spike.level)
+        """True if the newest losses keep most of the height of the jump: a level, not a decay."""
+        return min(self._recent.values) - spike.level >= 0.6 * (spike.peak - spike.level)
+
+    def _recovered(self, record: StepRecord, spike: _Open) -> list[Finding]:
+        self._open = None
+        if not spike.incident:  # this run does that: the next one has to be larger
+            self._remember((spike.peak - spike.level) / spike.scale)
+        return [self._ended(record, spike)]
 
     def _settle(self) -> None:
-        """Take the newest values as the new level."""
-        values = self._recent.values
+        """Take the newest losses as the new level."""
         self._open = None
+        self._lag.clear()
         for window in (self._level, self._fast):
+            values = self._recent.values
             window.clear()
-        for value in values:
-            self._level.push(value)
-            self._fast.push(value)
-        self._best = min(values)
+            for value in values:
+                window.push(value)
 
     def _confirmed(self, record: StepRecord, spike: _Open, jump: float) -> Finding:
         return self._finding(
@@ -260,7 +322,7 @@ class Spike:
             unit="steps out of band",
             life="open",
             message=f"Loss out of band in {spike.elevated} of {spike.rows} steps since step {spike.since_step} (limit"
-            f" {self.confirm}), now {jump:.4f} nats above {spike.level:.4f}.",
+            f" {self.confirm}), now {jump:.4f} nats above {spike.level:.4f}; the band ends {spike.band:.4f} above.",
         )
 
     def _shifted(self, record: StepRecord, spike: _Open) -> Finding:
@@ -270,12 +332,12 @@ class Spike:
             FindingKind.LEVEL_SHIFT,
             Severity.INCIDENT,
             score=(now - spike.level) / spike.scale,
-            threshold=self.threshold,
+            threshold=spike.band / spike.scale,
             unit="robust sigma",
             life="escalated",
-            message=f"Loss has stayed near {now:.4f} for {spike.elevated} steps since step {spike.since_step}; the level before"
-            f" was {spike.level:.4f} (sigma {spike.scale:.4f}): {(now - spike.level) / spike.scale:.1f} sigma,"
-            f" limit {self.threshold:g}.",
+            message=f"Loss has stayed near {now:.4f} since step {spike.since_step} ({spike.elevated} of {spike.rows} steps out"
+            f" of band); the level before was {spike.level:.4f} (sigma {spike.scale:.4f}):"
+            f" {(now - spike.level) / spike.scale:.1f} sigma, limit {spike.band / spike.scale:.1f}.",
         )
 
     def _ended(self, record: StepRecord, spike: _Open) -> Finding:
@@ -284,12 +346,12 @@ class Spike:
             FindingKind.SPIKE,
             Severity.EVENT,
             score=(spike.peak - spike.level) / spike.scale,
-            threshold=self.threshold,
+            threshold=spike.band / spike.scale,
             unit="robust sigma",
             life="recovered",
             spike=spike,
-            message=f"The spike that began at step {spike.since_step} has recovered after {spike.elevated} steps: peak"
-            f" {spike.peak:.4f} at step {spike.peak_step}, now {record.mean_loss:.4f} beside {spike.level:.4f} before.",
+            message=f"The spike that began at step {spike.since_step} has recovered: {spike.elevated} steps out of band, peak"
+            f" {spike.peak:.4f} at step {spike.peak_step}, now {mean_loss(record):.4f} beside {spike.level:.4f} before.",
         )
 
     def _finding(
@@ -335,20 +397,22 @@ class Spike:
         return {
             "level": self._level.state_dict(),
             "fast": self._fast.state_dict(),
+            "lag": self._lag.state_dict(),
             "errors": self._errors.state_dict(),
-            "drift": self._drift.state_dict(),
             "recent": self._recent.state_dict(),
+            "jumps": [list(j) for j in self._jumps],
+            "row": self._row,
             "accepted": self._accepted,
-            "best": self._best,
             "open": None if self._open is None else dict(vars(self._open)),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._level.load_state_dict(state["level"])
         self._fast.load_state_dict(state["fast"])
+        self._lag.load_state_dict(state["lag"])
         self._errors.load_state_dict(state["errors"])
-        self._drift.load_state_dict(state["drift"])
         self._recent.load_state_dict(state["recent"])
+        self._jumps = deque((int(row), float(jump)) for row, jump in state["jumps"])
+        self._row = int(state["row"])
         self._accepted = int(state["accepted"])
-        self._best = float(state["best"])
         self._open = None if state["open"] is None else _Open(**state["open"])
