@@ -3,6 +3,7 @@
     python examples/pretrain.py
     python examples/pretrain.py faults=corrupt_batch policy=recover trainer.max_steps=200
     python examples/pretrain.py trainer=fp16 model=micro data.sequence_length=64
+    python examples/pretrain.py experiment=parade
 
 Every key of ``configs/`` can be set on the command line; ``--cfg job`` shows them all. The run folder is
 ``runs/<time stamp>/`` unless ``hydra.run.dir`` says otherwise.
@@ -10,6 +11,7 @@ Every key of ``configs/`` can be set on the command line; ``--cfg job`` shows th
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -51,6 +53,10 @@ def build_trainer(cfg: DictConfig) -> L.Trainer:
 
 @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="config")
 def main(cfg: DictConfig) -> None:
+    if cfg.get("mode") == "parade":
+        import parade
+
+        sys.exit(parade.main(cfg))
     started = time.monotonic()
     trainer = pretrain(cfg)
     if trainer.is_global_zero:
