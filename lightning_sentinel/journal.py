@@ -551,3 +551,44 @@ def read_journal(
 ) -> list[dict[str, Any]]:
     """All of :func:`iter_events` as a list."""
     return list(iter_events(source, rank=rank, problems=problems))
+
+
+class Follower:
+    """Reads a growing journal of one rank: each :meth:`poll` gives the events that have come since the last one.
+
+    A line that is still being written is left for the next poll; files that follow the first are taken up by themselves.
+    """
+
+    def __init__(self, run_dir: str | Path, rank: int = 0) -> None:
+        self.run_dir, self.rank = Path(run_dir), rank
+        self.problems: list[JournalProblem] = []
+        self._index = 0
+        self._offset = 0
+        self._lines = 0
+
+    def poll(self) -> list[dict[str, Any]]:
+        """New events, oldest first; empty where there are none, also before the journal exists."""
+        events: list[dict[str, Any]] = []
+        files = journal_files(self.run_dir, rank=self.rank)
+        while self._index < len(files):
+            events += self._read(files[self._index])
+            if self._index + 1 == len(files):
+                break
+            # The writer has gone on to the next file, so this one is complete.
+            self._index, self._offset, self._lines = self._index + 1, 0, 0
+        return events
+
+    def _read(self, path: Path) -> Iterator[dict[str, Any]]:
+        with path.open("rb") as file:
+            file.seek(self._offset)
+            for raw in file:
+                if not raw.endswith(b"\n"):
+                    return
+                self._offset += len(raw)
+                self._lines += 1
+                if raw.isspace():
+                    continue
+                try:
+                    yield parse_line(raw)
+                except ValueError as error:
+                    self.problems.append(JournalProblem(path, self._lines, False, f"the line {error}; skipped"))

@@ -191,8 +191,8 @@ def _number_words(value: Any) -> str:
     """A number as a person reads it; anything else as it is."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return "–" if value is None else str(value)
-    if isinstance(value, int):
-        return f"{value:,}"
+    if isinstance(value, int) or (value.is_integer() and abs(value) < 1e12):
+        return f"{int(value):,}"
     return f"{value:.4g}"
 
 

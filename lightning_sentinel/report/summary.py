@@ -150,7 +150,7 @@ def next_action(summary: Mapping[str, Any]) -> str:
     resume = (
         f"resume from {good['path'] or 'step ' + str(good['step'])}"
         if good
-        else "no known-good checkpoint to resume from"
+        else "choose a restore point: no checkpoint has passed probation"
     )
     if summary["status"] in ("stopped", "failed", "lost"):
         return f"Find out why it {'stopped' if summary['status'] != 'lost' else 'went silent'}, then {resume}."
@@ -193,6 +193,10 @@ def incident_row(incident: Mapping[str, Any], run: RunData) -> dict[str, Any]:
     actions = [dict(a) for a in incident.get("actions") or ()]
     number_ = incident["number"]
     rollbacks = [e for e in run.of("action.rollback") if e.get("incident") == number_]
+    skipped = _names(
+        *(sample_list(e, "excluded") for e in rollbacks),
+        *(sample_list(e, "sample") for e in run.of("action.skip_step") if e.get("incident") == number_),
+    )
     opened = int(incident.get("opened_step", -1))
     attempt = int(incident.get("attempt", 0))
     return {
@@ -214,10 +218,8 @@ def incident_row(incident: Mapping[str, Any], run: RunData) -> dict[str, Any]:
         "culprits": list(verdict.get("culprits") or ()),
         "action": str(actions[-1].get("action")) if actions else "none",
         "actions": [str(a.get("action")) for a in actions],
-        "samples_skipped": _names(
-            *(sample_list(e, "excluded") for e in rollbacks),
-            *(sample_list(e, "sample") for e in run.of("action.skip_step") if e.get("incident") == number_),
-        ),
+        "samples_skipped": [n.removeprefix("sample:") for n in skipped if not n.startswith("source:")],
+        "sources_excluded": [n.removeprefix("source:") for n in skipped if n.startswith("source:")],
         "samples_replayed": len(_names(*(sample_list(e, "replayed") for e in rollbacks))),
         "path_z": incident.get("path_z"),
         "closing": incident.get("closing", ""),

@@ -115,7 +115,7 @@ def chart_svg(chart: Chart, description: str) -> str:
     body += _step_ticks(chart, loss)
     body += _loss_lines(chart, loss)
     top += loss.height + 16
-    strip_top = top
+    strip_top, spans = top, [(loss.top, loss.top + loss.height)]
     for lane, (items, rows) in laid.items():
         height = ROW * rows + 6.0
         body.append(
@@ -128,10 +128,15 @@ def chart_svg(chart: Chart, description: str) -> str:
     top += 16 if top > strip_top else 0
     for title, lines, log_scale in _panels(chart):
         axis = _Axis(chart.x_range, _limits([line for _, line in lines], log_scale), top, 84, log_scale)
-        body += _frame(axis, title, value_ticks(axis, few=True))
+        body += _frame(axis, "", value_ticks(axis, few=True))
         body += [f'<path class="{css}" d="{axis.path(line)}"/>' for css, line in lines]
+        # Within the frame: on the side it would be longer than the panel is high.
+        body.append(
+            f'<text class="inside" text-anchor="end" x="{WIDTH - RIGHT - 8}" y="{top + 15:.0f}">{escape(title)}</text>'
+        )
+        spans.append((axis.top, axis.top + axis.height))
         top += axis.height + 16
-    body += _incident_lines(chart, loss, top - 16)
+    body += _incident_lines(chart, loss, spans)
     body += [
         f'<text class="tick" text-anchor="middle" x="{loss.x(v):.1f}" y="{top:.0f}">{si(v)}</text>'
         for v in linear_ticks(*chart.x_range, 8)
@@ -169,22 +174,23 @@ def _limits(lines: Sequence[Line], log_scale: bool) -> tuple[float, float]:
     values = values[np.isfinite(values) & ((values > 0) if log_scale else True)]
     low, high = float(values.min()), float(values.max())
     if log_scale:
-        return low * 0.8, high * 1.25
+        return low * 0.8, high * 1.25 * (high / low) ** 0.15
     return min(0.0, low), high * 1.12 if high > 0 else 1.0
 
 
 def _frame(axis: _Axis, title: str, ticks: Sequence[float]) -> list[str]:
-    bottom = axis.top + axis.height
     parts = [f'<rect class="frame" x="{LEFT}" y="{axis.top:.0f}" width="{INNER}" height="{axis.height:.0f}"/>']
     for value in ticks:
         y = axis.y(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" text-anchor="end" x="{LEFT - 8}" y="{y + 4:.1f}">{value:.4g}</text>')
-    middle = (axis.top + bottom) / 2
-    parts.append(
-        f'<text class="axis" text-anchor="middle" transform="translate(18,{middle:.0f}) rotate(-90)">{escape(title)}</text>'
-    )
+        parts.append(f'<text class="tick" text-anchor="end" x="{LEFT - 8}" y="{y + 4:.1f}">{_tick(value)}</text>')
+    place_at = f"translate(18,{axis.top + axis.height / 2:.0f}) rotate(-90)"
+    parts.append(f'<text class="axis" text-anchor="middle" transform="{place_at}">{escape(title)}</text>')
     return parts
+
+
+def _tick(value: float) -> str:
+    return si(value) if abs(value) >= 1e4 else f"{value:.4g}"
 
 
 def _step_ticks(chart: Chart, axis: _Axis) -> list[str]:
@@ -214,15 +220,16 @@ def _loss_lines(chart: Chart, axis: _Axis) -> list[str]:
     return parts
 
 
-def _incident_lines(chart: Chart, axis: _Axis, bottom: float) -> list[str]:
+def _incident_lines(chart: Chart, axis: _Axis, spans: Sequence[tuple[float, float]]) -> list[str]:
     incidents = [m for m in chart.marks if m.lane == "incident"]
     rows = place([(axis.x(m.x) - 11, axis.x(m.x) + 11) for m in incidents], rows=4, gap=2)
     parts = ['<g class="s-incident">']
     for mark, row in zip(incidents, rows, strict=True):
         x, css = axis.x(mark.x), STATUS_CLASSES.get(mark.kind, "grey")
-        parts.append(
-            f'<line class="stroke thin {css}" x1="{x:.1f}" x2="{x:.1f}" y1="{axis.top:.0f}" y2="{bottom:.0f}"/>'
-        )
+        parts += [
+            f'<line class="stroke thin {css}" x1="{x:.1f}" x2="{x:.1f}" y1="{top:.0f}" y2="{bottom:.0f}"/>'
+            for top, bottom in spans
+        ]
         if row is not None:
             parts.append(_disc(x, axis.top + 28 + 22 * row, mark.label, css, mark.detail, link=True))
     return [*parts, "</g>"]
