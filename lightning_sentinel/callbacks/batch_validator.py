@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
@@ -64,7 +65,9 @@ class BatchValidator(SentinelCallback):
         sample_id_fn: ``batch -> ids`` where the batch has none of its own; by default a content hash per sample.
         targets_key: Key of the targets in a dict; None looks for ``targets``, ``labels``, ``target``, ``label``.
         repeats: ``report`` finds samples that come again within one pass over the data and a cursor that has gone back;
-            ``allow`` does not look (sampling with replacement, or a data set that is cycled within an epoch).
+            ``allow`` does not look (sampling with replacement, or a data set that is cycled within an epoch). A pass is what
+            the loader counts in ``sample_pass``, else the Trainer's epoch. A gone-back cursor is an incident where the ids
+            come from the loader or ``sample_id_fn``, and an alarm where they are content hashes.
         known_ids: ``id -> bool``, False for an id that the data should not hold; None does not look.
         neutralise: Where a token or target out of range would crash the forward, put a valid token in its place and ignore
             all targets of that sample, in place, so that the rest of the batch still trains. ``policy="recover"`` sets it.
@@ -172,7 +175,8 @@ class BatchValidator(SentinelCallback):
         columns = [check.flags for check in checks] + ([] if supervised is None else [~supervised])
         if not columns:
             return
-        flagged = torch.stack(columns).tolist()  # the one host read of a healthy batch
+        flags = iter(torch.cat(columns).tolist())  # the one host read of a healthy batch
+        flagged = [list(islice(flags, len(column))) for column in columns]
         if supervised is not None and all(flagged.pop()):
             yield self._nothing_supervised(ids, step, rank, size)
         for check, rows in zip(checks, flagged, strict=True):
@@ -332,25 +336,24 @@ class BatchValidator(SentinelCallback):
     def _repeated(
         self, ids: Sequence[str], passes: Sequence[int], step: int, rank: int, trusted: bool
     ) -> Iterator[Finding]:
-        keys = self._seen.keys(ids, passes)
         drawn = list(zip(ids, passes, strict=True))
-        if len(set(drawn)) < len(drawn):
+        # equal content is no proof of an equal sample, so single repeats of content hashes say nothing
+        if trusted and len(set(drawn)) < len(drawn):
             twice = [name for (name, _), count in Counter(drawn).items() if count > 1]
-            yield self._repeat_finding(twice, "more than once in this batch", step, rank, ids, trusted)
+            yield self._repeat_finding(twice, "more than once in this batch", step, rank, ids)
+        keys = self._seen.keys(ids, passes)
         places = self._seen.find(keys)
-        kept = self._seen.kept(keys)
         again = places >= 0
-        if again.any() and again[kept].all():
+        if again.any() and again[self._seen.kept(keys)].all():
             self._follow(places[again], step)
-            if self._run_length > 1:
-                yield self._cursor_finding(ids, places, step, rank, trusted)
-                return
         else:
             self._run_place, self._run_length = -1, 0
-        if again.any():
+        if self._run_length > 1:
+            yield self._cursor_finding(ids, places, step, rank, trusted)
+        elif trusted and again.any():
             names = [name for name, old in zip(ids, again.tolist(), strict=True) if old]
             since = self._seen.step_of(int(places[again][0]))
-            yield self._repeat_finding(names, f"already drawn, at step {since}", step, rank, ids, trusted, since)
+            yield self._repeat_finding(names, f"already drawn, at step {since}", step, rank, ids, since)
         self._seen.add(keys, step)
 
     def _follow(self, places: np.ndarray[Any, np.dtype[np.int64]], step: int) -> None:
@@ -383,7 +386,6 @@ class BatchValidator(SentinelCallback):
             threshold=0.0,
             unit="samples",
             message=message,
-            # equal content is no proof of an equal sample
             severity=Severity.INCIDENT if trusted else Severity.ALARM,
             ranks=(rank,),
             culprits=("cursor",),
@@ -405,7 +407,6 @@ class BatchValidator(SentinelCallback):
         step: int,
         rank: int,
         ids: Sequence[str],
-        trusted: bool,
         first_step: int | None = None,
     ) -> Finding:
         evidence = {
@@ -423,7 +424,7 @@ class BatchValidator(SentinelCallback):
             rank,
             names,
             evidence,
-            Severity.ALARM if trusted else Severity.EVENT,
+            Severity.ALARM,
             FindingKind.REPEATED_SAMPLES,
         )
 
