@@ -166,6 +166,7 @@ class Rollback(SentinelCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         context = self.context(trainer)
         context.snapshots.clear()
+        private.advance_control(trainer).layout = None
         self._light = self._spare = self._spare_light = self._request = self._probation = None
         self._trainer, self._last_step = trainer, -1
         problems = [*cursor_problems(trainer), *state_problems(trainer)]

@@ -54,9 +54,8 @@ def take_cursor(trainer: Trainer, loop_state: dict[str, Any]) -> dict[str, Any]:
     """Position of every training loader. ``loop_state`` already holds the loaders' states; they are moved here."""
     fetcher = private.fetcher_of(trainer)
     iterator = private.combined_iterator(trainer)
-    states = loop_state["state_dict"].pop("combined_loader", [])
     cursor: dict[str, Any] = {
-        "loaders": clone(states),
+        "loaders": clone(private.take_loader_states(loop_state)),
         "generators": {name: g.get_state() for name, g in _generators(trainer).items()},
         "fetched": fetcher.fetched,
         "done": fetcher.done,

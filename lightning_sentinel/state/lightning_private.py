@@ -138,6 +138,7 @@ class AdvanceControl:
         self.before: list[Callable[[], None]] = []
         self.after: list[Callable[[], None]] = []
         self.first: Callable[[], bool] | None = None
+        self.layout: Any = None  # where the module's state lies; see snapshot.py
         self._loop = loop = trainer.fit_loop.epoch_loop
         self._advance = loop.advance
         loop.advance = self._controlled  # type: ignore[method-assign]
@@ -193,7 +194,7 @@ def loop_state(trainer: Trainer) -> dict[str, Any]:
     state: dict[str, Any] = {}
 
     def walk(loop: _Loop, prefix: str) -> None:
-        state[prefix + "state_dict"] = loop.on_save_checkpoint()
+        state[prefix + "state_dict"] = dict(loop.on_save_checkpoint())
         for name, value in vars(loop).items():
             if isinstance(value, _BaseProgress):
                 state[prefix + name] = _progress_state(value)
@@ -202,6 +203,12 @@ def loop_state(trainer: Trainer) -> dict[str, Any]:
 
     walk(trainer.fit_loop, "")
     return state
+
+
+def take_loader_states(loop_state: dict[str, Any]) -> list[dict[str, Any]]:
+    """The loaders' states, moved out of what :func:`loop_state` returned."""
+    states: list[dict[str, Any]] = loop_state["state_dict"].pop("combined_loader", [])
+    return states
 
 
 def load_loop_state(trainer: Trainer, state: dict[str, Any]) -> None:

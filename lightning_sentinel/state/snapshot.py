@@ -12,7 +12,7 @@ a data set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -144,7 +144,8 @@ def take(trainer: Trainer, *, tensors: bool = True, into: Snapshot | None = None
     module = trainer.lightning_module
     context = context_of(trainer)
     copies = HostCopies()
-    parameters = dict(module.named_parameters())
+    layout = _layout(trainer, fresh=tensors)
+    parameters = layout.parameters
     mid_accumulation = private.window_open(trainer)
 
     params = None
@@ -156,7 +157,7 @@ def take(trainer: Trainer, *, tensors: bool = True, into: Snapshot | None = None
         old = into.grads or {} if into is not None else {}
         grads = {n: copies.tensor(p.grad, old.get(n)) for n, p in parameters.items() if p.grad is not None}
     old = into.buffers if into is not None else {}
-    buffers = {n: copies.tensor(b, old.get(n)) for n, b in module.named_buffers()}
+    buffers = {n: copies.tensor(b, old.get(n)) for n, b in layout.buffers()}
     optimizers = [
         _optimizer_state(
             o, copies, into.optimizers[i] if into is not None and i < len(into.optimizers) else None, tensors
@@ -180,22 +181,58 @@ def take(trainer: Trainer, *, tensors: bool = True, into: Snapshot | None = None
         schedulers=[clone(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
         precision=clone(trainer.precision_plugin.state_dict()),
         cursor=take_cursor(trainer, loops),
-        loops=clone(loops),
+        loops=loops,
         metrics=_metric_states(trainer),
         results=private.result_state(trainer),
         logged=private.logger_state(trainer),
         callbacks=callbacks,
         module=_module_state(trainer),
-        trainer={"accumulate_grad_batches": trainer.accumulate_grad_batches},
+        trainer={"accumulate_grad_batches": trainer.accumulate_grad_batches, "should_stop": trainer.should_stop},
         rng=rng.capture(trainer.strategy.root_device),
         path=dict(context.path_state()),
         versions=parameter_versions(trainer),
     )
 
 
+@dataclass
+class _Layout:
+    """Where the module's state lies. Walking a deep module costs more than a light snapshot may."""
+
+    parameters: dict[str, nn.Parameter]
+    owners: list[tuple[str, nn.Module]]
+    metrics: dict[str, torchmetrics.Metric]
+    extra: dict[str, nn.Module]
+    inside: frozenset[int]  # ids of all submodules
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Buffers by name, as ``named_buffers`` gives them, read anew from their owners."""
+        seen = set()
+        for prefix, owner in self.owners:
+            for name, buffer in owner._buffers.items():
+                if buffer is not None and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    yield prefix + name, buffer
+
+
+def _layout(trainer: Trainer, fresh: bool) -> _Layout:
+    control = private.advance_control(trainer)
+    if fresh or control.layout is None:
+        module = trainer.lightning_module
+        modules = dict(module.named_modules())
+        control.layout = _Layout(
+            parameters=dict(module.named_parameters()),
+            owners=[(f"{name}." if name else "", m) for name, m in modules.items() if m._buffers],
+            metrics={name: m for name, m in modules.items() if isinstance(m, torchmetrics.Metric)},
+            extra={name: m for name, m in modules.items() if type(m).get_extra_state is not nn.Module.get_extra_state},
+            inside=frozenset(map(id, modules.values())),
+        )
+    layout: _Layout = control.layout
+    return layout
+
+
 def parameter_versions(trainer: Trainer) -> int:
     """Grows with every change of a parameter that went through torch; equal sums mean untouched weights."""
-    return sum(local(p)._version for p in trainer.lightning_module.parameters())
+    return sum(local(p)._version for p in _layout(trainer, fresh=False).parameters.values())
 
 
 def _optimizer_state(
@@ -212,11 +249,7 @@ _METRIC_COUNTERS = ("_update_count", "_computed", "_forward_cache", "_cache", "_
 
 
 def _metrics(trainer: Trainer) -> dict[str, torchmetrics.Metric]:
-    found = {
-        name: module
-        for name, module in trainer.lightning_module.named_modules()
-        if isinstance(module, torchmetrics.Metric)
-    }
+    found = dict(_layout(trainer, fresh=False).metrics)
     known = {id(m) for m in found.values()}
     for i, metric in enumerate(private.active_results(trainer)):
         if id(metric) not in known and isinstance(metric, torchmetrics.Metric):
@@ -241,11 +274,7 @@ def _metric_states(trainer: Trainer) -> dict[str, dict[str, Any]]:
 def _module_state(trainer: Trainer) -> dict[str, Any]:
     module, datamodule = trainer.lightning_module, private.datamodule_of(trainer)
     state: dict[str, Any] = {
-        "extra": {
-            name: clone(child.get_extra_state())
-            for name, child in module.named_modules()
-            if type(child).get_extra_state is not nn.Module.get_extra_state
-        }
+        "extra": {name: clone(child.get_extra_state()) for name, child in _layout(trainer, fresh=False).extra.items()}
     }
     if private.overrides(module, "on_save_checkpoint"):
         state["hook"] = _hook_state(trainer, module.on_save_checkpoint)
@@ -308,14 +337,11 @@ _PLAIN: dict[type[Callback], tuple[str, ...]] = {
 }
 
 
-def _held_modules(callback: Callback, module: nn.Module) -> dict[str, nn.Module]:
+def _held_modules(trainer: Trainer, callback: Callback) -> dict[str, nn.Module]:
     """Modules that a callback owns, such as averaged weights."""
-    inside = set(map(id, module.modules()))
-    return {
-        name: value
-        for name, value in vars(callback).items()
-        if isinstance(value, nn.Module) and id(value) not in inside
-    }
+    held = {n: v for n, v in vars(callback).items() if isinstance(v, nn.Module)}
+    inside = _layout(trainer, fresh=False).inside if held else frozenset()
+    return {n: v for n, v in held.items() if id(v) not in inside}
 
 
 def _callback_states(trainer: Trainer, copies: HostCopies, old: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -327,7 +353,7 @@ def _callback_states(trainer: Trainer, copies: HostCopies, old: dict[str, dict[s
         if plain:
             state["plain"] = {n: clone(getattr(callback, n)) for n in plain if hasattr(callback, n)}
         if not isinstance(callback, SentinelCallback):
-            held = _held_modules(callback, trainer.lightning_module)
+            held = _held_modules(trainer, callback)
             if held:
                 earlier = before.get("modules", {})
                 state["modules"] = {n: copies.tree(_tensors_of(m), earlier.get(n)) for n, m in held.items()}
@@ -374,16 +400,16 @@ def restore_between_batches(trainer: Trainer, snapshot: Snapshot) -> None:
 
 
 def _restore(trainer: Trainer, snapshot: Snapshot) -> None:
-    module = trainer.lightning_module
     context = context_of(trainer)
     targets: list[Tensor] = []
     sources: list[Tensor] = []
     trainer.accumulate_grad_batches = snapshot.trainer["accumulate_grad_batches"]
 
-    parameters = dict(module.named_parameters())
+    layout = _layout(trainer, fresh=True)
+    parameters = layout.parameters
     if snapshot.params is not None:
         _match("parameters", parameters, snapshot.params, targets, sources)
-    _match("buffers", dict(module.named_buffers()), snapshot.buffers, targets, sources)
+    _match("buffers", dict(layout.buffers()), snapshot.buffers, targets, sources)
     copy_into(targets, sources)
     _restore_grads(parameters, snapshot.grads)
     for optimizer, state in zip(trainer.strategy.optimizers, snapshot.optimizers, strict=True):
@@ -400,7 +426,7 @@ def _restore(trainer: Trainer, snapshot: Snapshot) -> None:
     _restore_metrics(trainer, snapshot.metrics)
     private.load_logger_state(trainer, snapshot.logged)
     _restore_module(trainer, snapshot.module)
-    _restore_callbacks(trainer, snapshot.callbacks)
+    _restore_callbacks(trainer, snapshot.callbacks, snapshot.trainer["should_stop"])
     _move_progress_bars(trainer, epoch)
     context.load_path_state(snapshot.path)
     context.forget_after(snapshot.step)
@@ -529,19 +555,20 @@ def _restore_module(trainer: Trainer, state: dict[str, Any]) -> None:
             datamodule.on_load_checkpoint(_checkpoint(trainer) | clone(state["datamodule_hook"]))
 
 
-def _restore_callbacks(trainer: Trainer, states: dict[str, dict[str, Any]]) -> None:
+def _restore_callbacks(trainer: Trainer, states: dict[str, dict[str, Any]], should_stop: bool) -> None:
     stopping = False
     for key, callback in _callback_keys(trainer):
         state = states.get(key)
         if state is None:
             continue
         if isinstance(callback, EarlyStopping):
-            stopping |= callback.stopped_epoch > 0 and state["state_dict"]["stopped_epoch"] == 0
+            now = callback.state_dict()
+            stopping |= any(now[k] != state["state_dict"][k] for k in ("stopped_epoch", "stopping_reason") if k in now)
         if state["state_dict"]:
             callback.load_state_dict(clone(state["state_dict"]))
         for name, value in state.get("plain", {}).items():
             setattr(callback, name, clone(value))
-        held = _held_modules(callback, trainer.lightning_module)
+        held = _held_modules(trainer, callback)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for name, tensors in state.get("modules", {}).items():
@@ -553,8 +580,8 @@ def _restore_callbacks(trainer: Trainer, states: dict[str, dict[str, Any]]) -> N
         if isinstance(callback, ModelCheckpoint):
             _forget_missing_files(trainer, callback)
     if stopping:
-        # early stopping asked for the end on the abandoned path
-        trainer.should_stop = False
+        # early stopping asked for the end on the abandoned path; a timer or a person who asks is still heard
+        trainer.should_stop = should_stop
 
 
 def _forget_missing_files(trainer: Trainer, callback: ModelCheckpoint) -> None:
@@ -643,7 +670,7 @@ def light_problems(trainer: Trainer) -> list[str]:
     for _, callback in _callback_keys(trainer):
         if isinstance(callback, SentinelCallback):
             continue
-        if _held_modules(callback, module):
+        if _held_modules(trainer, callback):
             problems.append(f"{type(callback).__name__} holds a module that would be copied in every step.")
         elif private.overrides(callback, "on_save_checkpoint"):
             problems.append(f"{type(callback).__name__}.on_save_checkpoint would run in every step.")

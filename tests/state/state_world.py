@@ -206,16 +206,16 @@ class Hurt(L.Callback):
             self.batches = 10_000
 
 
-def spoil(trainer: L.Trainer, module: Net) -> None:
+def spoil(trainer: L.Trainer, module: Net, value: float = float("nan")) -> None:
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:
-            tensor.fill_(float("nan") if tensor.is_floating_point() else 99)
+            tensor.fill_(value if tensor.is_floating_point() else 99)
     for optimizer in trainer.strategy.optimizers:
         for state in optimizer.state.values():
             for value in state.values():
                 value.fill_(77.0)
         for group in optimizer.param_groups:
-            group["lr"] = 123.0
+            group["lr"] = 123.0 if value != value else 1e-9
     for config in trainer.lr_scheduler_configs:
         config.scheduler.last_epoch += 50
     module.error.update(1e9)
@@ -310,9 +310,9 @@ def same(a: Any, b: Any, where: str = "state") -> None:
     if isinstance(a, Tensor):
         assert isinstance(b, Tensor), where
         assert a.dtype == b.dtype, where
-        assert torch.equal(a, b) or bool((a.isnan() == b.isnan()).all() and torch.equal(a.nan_to_num(), b.nan_to_num())), (
-            f"{where}: {a} is not {b}"
-        )
+        assert torch.equal(a, b) or bool(
+            (a.isnan() == b.isnan()).all() and torch.equal(a.nan_to_num(), b.nan_to_num())
+        ), f"{where}: {a} is not {b}"
     elif isinstance(a, dict):
         assert a.keys() == b.keys(), f"{where}: {a.keys() ^ b.keys()}"
         for key in a:

@@ -88,7 +88,9 @@ CELLS = [
 WORKER_CELLS = [
     Cell("2 workers", loader=lambda: map_loader(2)),
     Cell("2 workers, loader snapshot every 4", every=3, loader=lambda: map_loader(2, every=4)),
-    Cell("2 persistent workers", batch=15, before_step=14, every=5, loader=lambda: map_loader(2, persistent_workers=True)),
+    Cell(
+        "2 persistent workers", batch=15, before_step=14, every=5, loader=lambda: map_loader(2, persistent_workers=True)
+    ),
     Cell("2 workers, distributed sampler", batch=14, before_step=13, every=5, loader=lambda: distributed_loader(2)),
     Cell("2 workers, iterable, last batch", batch=14, before_step=13, every=11, loader=lambda: stream_loader(2)),
     Cell(
