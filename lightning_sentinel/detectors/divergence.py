@@ -42,6 +42,8 @@ from .robust import MAD_TO_SIGMA, check_bound, check_count, mann_kendall, theil_
 SPANS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 # Fewest values that sigma and autocorrelation rest on.
 NEWEST = 64
+# Part of its first height that a rise must have kept to be a level and not a spike on its way back.
+STAYS = 0.6
 # Differences over which a descent counts as straight.
 TREND_BLOCK = 16
 # Efficiency of a median: its variance over that of the mean of as many normal values.
@@ -200,10 +202,12 @@ class Divergence:
             return []
         if self._evidence < self.threshold:
             return []
-        now = float(np.median([v for _, v in self._rise]))
+        half = len(self._rise) // 2
+        earlier = float(np.median([v for _, v in self._rise[: half + 1]]))
+        now = float(np.median([v for _, v in self._rise[half:]]))
         least = max(self.min_shift, self.min_relative * abs(base.median))
-        if now - base.median < least:
-            return []
+        if now - base.median < max(least, STAYS * (earlier - base.median)):
+            return []  # too small, or on its way back
         finding = self._shifted(step, base, now, least)
         self._restart()
         self._hold = self.hold
@@ -234,8 +238,8 @@ class Divergence:
             since_step=self._rise[0][0],
             window=base.count,
             message=f"Loss has moved from {base.median:.4f} (median of accepted steps, sigma {base.sigma:.4f},"
-            f" autocorrelation {base.phi:.2f}) to a median of {now:.4f} over the {count} steps since step"
-            f" {self._rise[0][0]}: evidence {self._evidence:.1f} nats (limit {self.threshold:g}), rise"
+            f" autocorrelation {base.phi:.2f}) to a median of {now:.4f} in the newer half of the {count} steps since"
+            f" step {self._rise[0][0]}: evidence {self._evidence:.1f} nats (limit {self.threshold:g}), rise"
             f" {now - base.median:.4f} nats (least {least:.4f}).",
             evidence={
                 "level_before": base.median,
