@@ -75,8 +75,16 @@ class ModuleFault(Fault, ABC):
         target: Path of the module in ``named_modules()`` of the LightningModule.
     """
 
-    def __init__(self, step: int, target: str, **options: Any) -> None:
-        super().__init__(step, **options)
+    def __init__(
+        self,
+        step: int,
+        target: str,
+        duration: int | None = 1,
+        rank: int | None = None,
+        on_replay: bool | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(step, duration, rank, on_replay, name)
         self.target = target
         self._handle: RemovableHandle | None = None
         self._counted: Moment | None = None
@@ -133,8 +141,17 @@ class NanForward(ModuleFault):
     default_name = "nan_forward"
     default_on_replay = True
 
-    def __init__(self, step: int, target: str, row: int = 0, **options: Any) -> None:
-        super().__init__(step, target, **options)
+    def __init__(
+        self,
+        step: int,
+        target: str,
+        row: int = 0,
+        duration: int | None = 1,
+        rank: int | None = None,
+        on_replay: bool | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(step, target, duration, rank, on_replay, name)
         self.row = row
 
     def hurt(self, value: Tensor) -> Tensor:
@@ -160,8 +177,8 @@ class TransientNan(NanForward):
     default_name = "transient_nan"
     default_on_replay = False
 
-    def __init__(self, step: int, target: str, row: int = 0, rank: int | None = 0, **options: Any) -> None:
-        super().__init__(step, target, row, rank=rank, **options)
+    def __init__(self, step: int, target: str, row: int = 0, rank: int | None = 0, name: str | None = None) -> None:
+        super().__init__(step, target, row, rank=rank, name=name)
 
     def strikes(self, moment: Moment) -> bool:
         return moment.live and self.fired == 0 and self.due(moment)
@@ -176,8 +193,17 @@ class Fp16Overflow(ModuleFault):
 
     default_name = "fp16_overflow"
 
-    def __init__(self, step: int, target: str, gain: float = 1e9, **options: Any) -> None:
-        super().__init__(step, target, **options)
+    def __init__(
+        self,
+        step: int,
+        target: str,
+        gain: float = 1e9,
+        duration: int | None = 1,
+        rank: int | None = None,
+        on_replay: bool | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(step, target, duration, rank, on_replay, name)
         if gain <= 1.0:
             raise ValueError(f"{self.name}: gain is {gain}, expected more than 1.")
         self.gain = gain
@@ -198,8 +224,18 @@ class Fp16Collapse(DataFault):
 
     default_name = "fp16_collapse"
 
-    def __init__(self, step: int, target: str, gain: float = 1e9, duration: int = 30, **options: Any) -> None:
-        super().__init__(step, duration=duration, **options)
+    def __init__(
+        self,
+        step: int,
+        target: str,
+        gain: float = 1e9,
+        duration: int | None = 30,
+        samples: int | None = None,
+        rank: int | None = None,
+        on_replay: bool | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(step, duration, samples, rank=rank, on_replay=on_replay, name=name)
         if gain <= 1.0:
             raise ValueError(f"{self.name}: gain is {gain}, expected more than 1.")
         self.target, self.gain = target, gain

@@ -123,8 +123,21 @@ class CorruptBatch(DataFault):
 
     default_name = "corrupt_batch"
 
-    def __init__(self, step: int, vocabulary: int = 256, **options: Any) -> None:
-        super().__init__(step, **options)
+    def __init__(
+        self,
+        step: int,
+        vocabulary: int = 256,
+        duration: int | None = 1,
+        samples: int | None = None,
+        input_key: Key = "input_ids",
+        target_key: Key = "targets",
+        ignore_index: int = -100,
+        seed: int = 0,
+        rank: int | None = None,
+        on_replay: bool | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(step, duration, samples, input_key, target_key, ignore_index, seed, rank, on_replay, name)
         if vocabulary < 2:
             raise ValueError(f"{self.name}: vocabulary is {vocabulary}, expected 2 tokens or more.")
         self.vocabulary = vocabulary
@@ -153,9 +166,18 @@ class OutOfRangeToken(DataFault):
     default_name = "out_of_range_token"
 
     def __init__(
-        self, step: int, token: int = 1_000_000, position: int = 7, samples: int | None = 1, **options: Any
+        self,
+        step: int,
+        token: int = 1_000_000,
+        position: int = 7,
+        duration: int | None = 1,
+        samples: int | None = 1,
+        input_key: Key = "input_ids",
+        rank: int | None = None,
+        on_replay: bool | None = None,
+        name: str | None = None,
     ) -> None:
-        super().__init__(step, samples=samples, **options)
+        super().__init__(step, duration, samples, input_key=input_key, rank=rank, on_replay=on_replay, name=name)
         self.token, self.position = token, position
 
     def hurt(self, moment: Moment, rows: Sequence[int]) -> dict[str, Any]:
@@ -207,9 +229,23 @@ class LevelShift(DataFault):
         high: int = 256,
         source_key: Key = "source",
         duration: int | None = None,
-        **options: Any,
+        input_key: Key = "input_ids",
+        target_key: Key = "targets",
+        seed: int = 0,
+        rank: int | None = None,
+        on_replay: bool | None = None,
+        name: str | None = None,
     ) -> None:
-        super().__init__(step, duration=duration, **options)
+        super().__init__(
+            step,
+            duration,
+            input_key=input_key,
+            target_key=target_key,
+            seed=seed,
+            rank=rank,
+            on_replay=on_replay,
+            name=name,
+        )
         if not 0.0 < share <= 1.0:
             raise ValueError(f"{self.name}: share is {share}, expected more than 0 and at most 1.")
         count = round(share * (high - low))

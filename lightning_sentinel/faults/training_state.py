@@ -30,18 +30,26 @@ class BadRank(Fault):
     default_name = "bad_rank"
 
     def __init__(
-        self, step: int, parameter: str, std: float = 1.0, rank: int | None = 1, seed: int = 0, **options: Any
+        self,
+        step: int,
+        parameter: str,
+        std: float = 1.0,
+        seed: int = 0,
+        rank: int | None = 1,
+        on_replay: bool | None = None,
+        name: str | None = None,
     ) -> None:
-        super().__init__(step, rank=rank, **options)
+        super().__init__(step, 1, rank, on_replay, name)
         if std <= 0.0:
             raise ValueError(f"{self.name}: std is {std}, expected more than 0.")
         self.parameter, self.std, self.seed = parameter, std, seed
+        self._last: tuple[int, int] | None = None  # step and attempt of the newest strike: one for all micro-batches
 
     def install(self, trainer: Trainer, module: LightningModule) -> None:
         self._parameter(module)
 
     def _parameter(self, module: LightningModule) -> Tensor:
-        parameters = dict(module.named_parameters())
+        parameters = dict(module.named_parameters(remove_duplicate=False))
         if self.parameter not in parameters:
             raise ValueError(
                 f"{self.name}: {type(module).__name__} has no parameter {self.parameter!r}."
@@ -50,8 +58,9 @@ class BadRank(Fault):
         return parameters[self.parameter]
 
     def on_batch(self, moment: Moment) -> None:
-        if not self.due(moment) or self.fired >= (self.duration or 1):
+        if not self.due(moment) or self._last == (moment.step, moment.attempt):
             return
+        self._last = (moment.step, moment.attempt)
         weight = self._parameter(moment.module)
         noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(self.seed))
         with torch.no_grad():
@@ -70,8 +79,16 @@ class LearningRateSpike(Fault):
 
     default_name = "lr_spike"
 
-    def __init__(self, step: int, duration: int | None = 3, factor: float = 50.0, **options: Any) -> None:
-        super().__init__(step, duration=duration, **options)
+    def __init__(
+        self,
+        step: int,
+        duration: int | None = 3,
+        factor: float = 50.0,
+        rank: int | None = None,
+        on_replay: bool | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(step, duration, rank, on_replay, name)
         if factor <= 0.0:
             raise ValueError(f"{self.name}: factor is {factor}, expected more than 0.")
         self.factor = factor
@@ -121,8 +138,17 @@ class OptimizerCorruption(Fault):
     default_name = "optimizer_corruption"
     first_step = 1  # before the first update there is no state
 
-    def __init__(self, step: int, key: str = "exp_avg_sq", value: float = 1e-14, **options: Any) -> None:
-        super().__init__(step, **options)
+    def __init__(
+        self,
+        step: int,
+        key: str = "exp_avg_sq",
+        value: float = 1e-14,
+        duration: int | None = 1,
+        rank: int | None = None,
+        on_replay: bool | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(step, duration, rank, on_replay, name)
         self.key, self.value = key, value
         self._last: tuple[int, int] | None = None  # step and attempt of the newest strike: one for all micro-batches
 
@@ -152,8 +178,8 @@ class SchedulerReset(Fault):
 
     default_name = "scheduler_reset"
 
-    def __init__(self, step: int = 1, duration: int | None = None, **options: Any) -> None:
-        super().__init__(step, duration=duration, **options)
+    def __init__(self, step: int = 1, rank: int | None = None, name: str | None = None) -> None:
+        super().__init__(step, None, rank, name=name)
         self._restarted: bool | None = None
 
     def install(self, trainer: Trainer, module: LightningModule) -> None:
@@ -204,8 +230,14 @@ class CursorRewind(Fault):
     default_name = "cursor_rewind"
     first_step = 2  # the loader goes back to its second batch, which has to be behind it
 
-    def install(self, trainer: Trainer, module: LightningModule) -> None:
+    def __init__(
+        self, step: int, rank: int | None = None, on_replay: bool | None = None, name: str | None = None
+    ) -> None:
+        super().__init__(step, 1, rank, on_replay, name)
         self._states: list[Any] | None = None
+
+    def install(self, trainer: Trainer, module: LightningModule) -> None:
+        self._states = None
 
     def on_batch(self, moment: Moment) -> None:
         # Not earlier: asking torchdata's loader before its first batch would make an iterator and draw random numbers.
@@ -216,7 +248,8 @@ class CursorRewind(Fault):
             ]
 
     def on_batch_end(self, moment: Moment) -> None:
-        if not self.due(moment, moment.trainer.global_step) or self.fired >= (self.duration or 1):
+        step = moment.trainer.global_step
+        if step == moment.step or not self.due(moment, step):  # within an accumulation the step stays what it was
             return
         for loader, state in zip(train_loaders(moment.trainer), self._states or (), strict=True):
             if state is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from lightning_sentinel import FaultInjector
+from lightning_sentinel.config import check_node
 from lightning_sentinel.faults import CATALOGUE, Fault
 
 GROUP = Path(__file__).parents[2] / "configs" / "faults"
@@ -44,9 +44,7 @@ def test_a_file_makes_its_fault_with_the_keys_it_names(config_dir: Path, name: s
     assert type(fault) is CATALOGUE[name]
     assert fault.name == name
     node = OmegaConf.load(GROUP / f"{name}.yaml").faults[name]
-    assert set(node) - {"_target_"} <= {
-        parameter for kind in type(fault).__mro__ for parameter in inspect.signature(kind).parameters
-    }
+    check_node(node, f"faults.{name}")
     for key, value in node.items():
         if key not in ("_target_", "low", "high"):
             assert getattr(fault, key) == value
