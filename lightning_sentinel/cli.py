@@ -412,15 +412,16 @@ def run_config(options: argparse.Namespace) -> int:
 
 def config_options() -> Iterator[dict[str, Any]]:
     """Every option of the shipped configuration: path, default, type, and the comment above it (unit and bound)."""
-    import yaml
     from hydra.utils import get_class
+    from omegaconf import OmegaConf
 
     folder = files("lightning_sentinel.conf").joinpath("callbacks", "sentinel")
     for file in sorted(folder.iterdir(), key=lambda f: f.name):
         text = file.read_text(encoding="utf-8")
         if not file.name.endswith(".yaml") or "_target_" not in text:
             continue
-        name, values = next((k, v) for k, v in yaml.safe_load(text).items() if "_target_" in v)
+        nodes: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+        name, values = next((k, v) for k, v in nodes.items() if "_target_" in v)
         signature = inspect.signature(get_class(values["_target_"])).parameters
         meanings = _comments(text)
         for key, value in values.items():

@@ -52,10 +52,10 @@ _MAX_DEPTH = 32
 # --------------------------------------------------------------------------------------------- secrets
 
 _SECRET_WORD = (
-    r"pass(?:word|wd|phrase)|pwd|secret|credentials?|api[_-]?key|access[_-]?key|private[_-]?key|signing[_-]?key"
+    r"pass(?:words?|wd|phrase)|pwd|secrets?|credentials?|api[_-]?key|access[_-]?key|private[_-]?key|signing[_-]?key"
 )
 _SECRET_KEY = re.compile(
-    rf"(?:^|[_\-.\s]){_SECRET_WORD.join(('(?:', ')'))}(?:$|[_\-.\s])|(?:^|[_\-.])auth(?:orization)?$|^cookies?$",
+    rf"(?:^|[_\-.\s])(?:{_SECRET_WORD})(?:$|[_\-.\s])|(?:^|[_\-.])auth(?:orization)?$|^cookies?$",
     re.IGNORECASE,
 )
 _TOKEN_KEY = re.compile(r"(?:^|[_\-.])(?:access|auth)?token$", re.IGNORECASE)
@@ -78,7 +78,8 @@ _SECRET_TEXTS: tuple[tuple[re.Pattern[str], str], ...] = (
     ),
     (
         re.compile(
-            rf"((?:\b|_)(?:{_SECRET_WORD}|(?:access|auth|refresh|session|api|hf|wandb|github)[_-]?token|token|sig|signature)"
+            rf"((?:(?:\b|_)(?:{_SECRET_WORD}|(?:access|auth|refresh|session|api|hf|wandb|github)[_-]?token)"
+            r"|\b(?<!-)(?:token|sig|signature))"
             r"[\"']?\s*(?:=|:\s?)\s*)(?!\[redacted\])(\"[^\"]*\"|'[^']*'|[^\s,;&'\"\])}]+)",
             re.IGNORECASE,
         ),
