@@ -1,0 +1,268 @@
+"""Chart, picture and page: what is drawn, what is escaped, and what a browser makes of it."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from report_journals import MadeRun, bad_rank, data_verdict, fp16_run, parade
+
+from lightning_sentinel.incidents import FindingKind
+from lightning_sentinel.report.build import write_reports
+from lightning_sentinel.report.chart import build_chart, lay_out, loss_limits, place, thin, thin_band
+from lightning_sentinel.report.curve import key_lines, render_png
+from lightning_sentinel.report.data import load_run
+from lightning_sentinel.report.html import render_html
+from lightning_sentinel.report.summary import summarise
+from lightning_sentinel.report.svg import heat_map, linear_ticks, log_ticks
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+EVIL = "<script>alert(1)</script>"
+
+
+@pytest.fixture(scope="module")
+def parade_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("parade")
+    parade(folder)
+    write_reports(folder)
+    return folder
+
+
+class Page(HTMLParser):
+    """Tags, ids and links of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.sources: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            elif name == "href":
+                self.links.append(value or "")
+            elif name == "src":
+                self.sources.append(value or "")
+
+
+# ------------------------------------------------------------------------------------------------------------------ chart
+
+
+def test_thinning_keeps_extremes_ends_and_gaps() -> None:
+    x, y = np.arange(10_000.0), np.ones(10_000)
+    y[1234], y[5678], y[9000] = 50.0, -3.0, np.nan
+    line = thin(x, y, 300)
+    assert len(line.x) <= 400
+    assert dict(zip(line.x.tolist(), line.y.tolist(), strict=True))[1234.0] == 50.0
+    assert -3.0 in line.y
+    assert 9000.0 in line.x[np.isnan(line.y)]
+    assert (line.x[0], line.x[-1]) == (0.0, 9999.0)
+    band = thin_band(x, y, y + 1, 100)
+    assert (np.nanmin(band.low), np.nanmax(band.high)) == (-3.0, 51.0)
+
+
+def test_nothing_is_placed_on_anything_else() -> None:
+    boxes = [(0.0, 50.0), (10.0, 60.0), (20.0, 70.0), (60.0, 90.0), (30.0, 40.0)]
+    rows = place(boxes, rows=3)
+    assert rows == [0, 1, 2, 0, None]
+    for i, a in enumerate(boxes):
+        for j, b in enumerate(boxes[:i]):
+            if rows[i] is not None and rows[i] == rows[j]:
+                assert a[1] < b[0] or b[1] < a[0]
+
+
+def test_the_chart_of_the_parade(parade_dir: Path) -> None:
+    run = load_run(parade_dir)
+    chart = build_chart(run, summarise(run))
+    assert chart.lanes == ["fault", "incident", "action", "checkpoint", "schedule"]
+    assert chart.band is None
+    assert [len(a.x) for a in chart.abandoned] == [1 + 1, 21 + 1, 50 + 1]  # each with the live step before the fork
+    assert chart.nonfinite.tolist() == [141 * 1024]
+    assert not chart.log_loss
+    rollbacks = [m for m in chart.marks if m.kind == "rollback"]
+    assert [(m.x, m.end) for m in rollbacks] == [(196 * 1024, 176 * 1024), (300 * 1024, 251 * 1024)]
+    assert [m.label for m in chart.marks if m.lane == "schedule"] == ["rate 0.1 → 0.002", "rate 0.002 → 0.1", "mixture"]
+    incidents = [(m.number, m.step, m.kind) for m in chart.marks if m.lane == "incident"]
+    assert incidents == [(1, 120, "recovered"), (2, 140, "recovered"), (3, 195, "recovered"), (4, 299, "recovered")]
+    for lane in chart.lanes:
+        laid, rows = lay_out(chart, lane, 1000)
+        assert all(item.labelled for item in laid if item.mark.label)
+        assert max(item.row for item in laid) == rows - 1
+
+
+def test_one_bad_rank_is_drawn_as_itself(tmp_path: Path) -> None:
+    bad_rank(tmp_path, ranks=64, rank=41)
+    run = load_run(tmp_path)
+    chart = build_chart(run, summarise(run))
+    assert chart.worst is not None
+    assert chart.worst[0] == 41
+    assert np.nanmax(chart.worst[1].y) > 39
+    assert chart.log_loss
+    assert chart.loss_range[1] > 40
+    assert np.nanmax(chart.mean.y) < 6
+    heat = heat_map(run.steps)
+    assert heat is not None
+    assert heat.ranks == 64
+    assert heat.text.startswith("largest excess: rank 41, 3")
+    assert heat.worst[0][0] == 41
+
+
+def test_a_value_far_out_does_not_flatten_the_rest(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.run(50)
+    run.run(1, jump=1e6)
+    run.run(49)
+    run.end()
+    (low, high), log_loss, clipped = loss_limits(load_run(tmp_path).steps)
+    assert log_loss
+    assert clipped
+    assert high < 1000
+    assert low > 1
+
+
+def test_ticks_are_round_numbers() -> None:
+    assert linear_ticks(0.13, 0.94, 4) == [0.2, 0.4, 0.6, 0.8]
+    assert linear_ticks(3, 3, 4) == [3]
+    assert log_ticks(0.004, 30) == [0.01, 0.1, 1.0, 10.0]
+    assert log_ticks(1.9, 45) == [2.0, 5.0, 10.0, 20.0]
+
+
+# ---------------------------------------------------------------------------------------------------------------- picture
+
+
+def test_the_picture_is_a_png_with_something_on_it(parade_dir: Path) -> None:
+    from matplotlib import image
+
+    run = load_run(parade_dir)
+    pixels = image.imread(io.BytesIO(render_png(run, summarise(run))))
+    assert pixels.shape[1] == 1430
+    assert pixels.shape[0] > 900
+    blue = np.abs(pixels[..., :3] - np.array([0x00, 0x72, 0xB2]) / 255).max(axis=-1) < 0.02
+    assert blue.sum() > 1000
+
+
+@pytest.mark.parametrize("make", [bad_rank, fp16_run])
+def test_the_picture_of_other_runs(tmp_path: Path, make: object) -> None:
+    make(tmp_path)  # type: ignore[operator]
+    run = load_run(tmp_path)
+    assert render_png(run, summarise(run))[:4] == b"\x89PNG"
+
+
+def test_no_words_of_the_picture_lie_on_each_other(parade_dir: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    from lightning_sentinel.report.curve import draw
+
+    run = load_run(parade_dir)
+    summary = summarise(run)
+    figure = draw(build_chart(run, summary), summary)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    renderer = canvas.get_renderer()
+    texts = [t for ax in figure.axes for t in ax.texts if t.get_text() and t.get_visible()] + figure.texts
+    boxes = [(t.get_text(), t.get_window_extent(renderer)) for t in texts]
+    assert len(boxes) > 20
+    overlaps = [
+        (a, b)
+        for i, (a, box) in enumerate(boxes)
+        for b, other in boxes[:i]
+        if box.shrunk(0.98, 0.9).overlaps(other.shrunk(0.98, 0.9))
+    ]
+    assert overlaps == []
+    assert all(box.x1 <= figure.bbox.width and box.x0 >= 0 for _, box in boxes)
+
+
+def test_the_key_names_each_incident_and_stays_short(parade_dir: Path) -> None:
+    summary = summarise(load_run(parade_dir))
+    assert key_lines(summary)[2] == (
+        "  3  step 195: spike → optimization: optimizer:lr → rollback_replay → recovered (path z 0.4)"
+    )
+    many = summary | {"incidents": summary["incidents"] * 10}
+    assert len(key_lines(many)) == 12
+    assert key_lines(many)[-1] == "     and 29 more incidents: see report.html"
+
+
+# ------------------------------------------------------------------------------------------------------------------- page
+
+
+def test_the_page_needs_nothing_else_and_its_links_resolve(parade_dir: Path) -> None:
+    text = (parade_dir / "report.html").read_text()
+    page = Page(text)
+    assert [i for i in page.ids if i.startswith("incident-")] == [f"incident-{n}" for n in (1, 2, 3, 4)]
+    assert len(page.ids) == len(set(page.ids))
+    assert {link.removeprefix("#") for link in page.links if link.startswith("#")} <= set(page.ids)
+    assert all(link.startswith(("#", "data:")) for link in page.links)
+    assert all(source.startswith("data:image/png;base64,") for source in page.sources)
+    assert "script" not in page.tags
+    assert not re.search(r"url\(|@import|https?://", text)
+    assert "prefers-color-scheme: dark" in text
+    assert "@media print" in text
+    assert "0.135" in text  # the geometric-mean token probability
+    for words in ("The batch alone gives this loss, whatever the weights.", "neighbour batch", "2.0 times it"):
+        assert words in text
+    assert "recovered loss 0.4 robust sigma from the forecast made before the incident" in text
+    assert f"{400:064x}" in text  # the hash of a checkpoint
+
+
+def test_everything_from_the_run_is_escaped(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.begin(data={"path": EVIL})
+    run.run(30)
+    run.write("fault.injected", name=EVIL, fired=1)
+    incident = run.incident(1, FindingKind.SPIKE, verdict=data_verdict(EVIL), message=EVIL)
+    run.act(incident, "skip_step", reason=EVIL, sample_ids=[EVIL])
+    run.write("quarantine.added", names=[f"sample:{EVIL}"], reason=EVIL, incident=1)
+    run.write("infra.event", message=EVIL)
+    run.write("mixture.changed", weights={EVIL: 1.0}, old={"a": 1.0})
+    run.write("scaler.overflow", old_scale=EVIL, new_scale=1, parameters=[EVIL])
+    run.run(5)
+    run.end()
+    data = load_run(tmp_path)
+    text = render_html(data, summarise(data))
+    assert "<script" not in text.lower()
+    assert text.count("&lt;script&gt;alert(1)&lt;/script&gt;") >= 10
+    assert "script" not in Page(text).tags
+
+
+def test_an_empty_and_a_stepless_run_have_a_page(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.begin()
+    run.end()
+    result = write_reports(tmp_path)
+    assert result.notes == ["No loss.png: the journal holds no step lines (RunJournal step_interval: 1 writes them)."]
+    text = (tmp_path / "report.html").read_text()
+    assert "The run finished; no incident." in text
+    assert "No finite loss" in text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
+@pytest.mark.parametrize("width", [1300, 480])
+def test_a_browser_shows_the_page_without_complaint(parade_dir: Path, tmp_path: Path, width: int) -> None:
+    assert CHROMIUM is not None
+    picture = tmp_path / "page.png"
+    done = subprocess.run(
+        [
+            CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr",
+            f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},1600", f"--screenshot={picture}",
+            (parade_dir / "report.html").as_uri(),
+        ],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
+    from matplotlib import image
+
+    pixels = image.imread(picture)
+    assert pixels.shape[1] == width
+    assert pixels[..., :3].std() > 0.05  # not a blank page
