@@ -38,7 +38,7 @@ def cursor_problems(trainer: Trainer) -> list[str]:
             "training_step takes `dataloader_iter` and fetches batches itself; batches that it holds cannot be put"
             " back. Take `batch` instead."
         )
-    if len(loaders) > 1 and getattr(trainer.fit_loop._combined_loader, "_mode", "") == "max_size":
+    if len(loaders) > 1 and private.combined_mode(trainer) == "max_size":
         unknown = [
             type(x).__name__ for x in private.combined_iterator(trainer).iterators if not hasattr(x, "_finished")
         ]
@@ -93,7 +93,7 @@ def restore_cursor(trainer: Trainer, cursor: dict[str, Any], ledger: QuarantineL
     iterator._idx = cursor["index"]
     if cursor["consumed"] is not None:
         iterator._consumed = list(cursor["consumed"])
-    if type(iterator).__name__ == "_MaxSize":
+    if private.combined_mode(trainer) == "max_size":
         # a loader that had run out would start over and hand out samples twice
         for i, finished in enumerate(cursor["finished"]):
             if finished:
@@ -108,11 +108,7 @@ def restore_cursor(trainer: Trainer, cursor: dict[str, Any], ledger: QuarantineL
 
 def _generators(trainer: Trainer) -> dict[str, torch.Generator]:
     """Generators that belong to a training or validation loader, each once, by where they hang."""
-    evaluation = trainer.fit_loop.epoch_loop.val_loop._combined_loader
-    roles = {
-        "train": private.train_loaders(trainer),
-        "validation": [] if evaluation is None else evaluation.flattened,
-    }
+    roles = {"train": private.train_loaders(trainer), "validation": private.validation_loaders(trainer)}
     found: dict[str, torch.Generator] = {}
     seen: set[int] = set()
     for role, loaders in roles.items():

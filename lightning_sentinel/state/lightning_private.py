@@ -57,6 +57,7 @@ NAMES: tuple[tuple[str, str, str], ...] = (
 INSTANCE_NAMES: tuple[tuple[str, str], ...] = (
     ("fit_loop._combined_loader", "2.6.6"),
     ("fit_loop._data_fetcher", "2.6.6"),
+    ("fit_loop.epoch_loop.val_loop._combined_loader", "2.6.6"),
     ("fit_loop._combined_loader_states_to_load", "2.6.6"),
     ("fit_loop._restarting", "2.6.6"),
     ("fit_loop._loaded_from_state_dict", "2.6.6"),
@@ -234,6 +235,17 @@ def train_loaders(trainer: Trainer) -> list[Any]:
     """The training loaders, flattened; empty before the first epoch was set up."""
     combined = trainer.fit_loop._combined_loader
     return [] if combined is None else list(combined.flattened)
+
+
+def validation_loaders(trainer: Trainer) -> list[Any]:
+    """The validation loaders of a fit, flattened; empty before they were set up."""
+    combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader
+    return [] if combined is None else list(combined.flattened)
+
+
+def combined_mode(trainer: Trainer) -> str:
+    combined = trainer.fit_loop._combined_loader
+    return "" if combined is None else combined._mode
 
 
 def is_stateful(loader: object) -> bool:

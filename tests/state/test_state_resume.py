@@ -18,7 +18,7 @@ from lightning_sentinel.state.snapshot import Snapshot, from_payload, resume, ta
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     """Stands for the end of the process."""
 
 
@@ -47,7 +47,7 @@ class Save(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         if self.batches >= self.batch + 2:
-            raise Stopped
+            raise StoppedError
 
 
 class Resume(L.Callback):
@@ -92,7 +92,7 @@ POINTS = [(c, False) for c in CELLS] + [(c, True) for c in CELLS if c.name in BE
 def test_resumed_run_equals_an_uninterrupted_one(cell: Cell, before_batch: bool) -> None:
     reference = run(cell)
     save = Save(cell.batch, before_batch)
-    with pytest.raises(Stopped):
+    with pytest.raises(StoppedError):
         run(cell, save)
     # another seed: nothing may depend on what the new process happens to start with
     outcome = run(cell, Resume(save.data), seed=5)
@@ -103,7 +103,7 @@ def test_resumed_run_equals_an_uninterrupted_one(cell: Cell, before_batch: bool)
 
 def test_payload_round_trip() -> None:
     save = Save(5)
-    with pytest.raises(Stopped):
+    with pytest.raises(StoppedError):
         run(Cell("payload"), save)
     payload = torch.load(io.BytesIO(save.data), weights_only=True)
     same(to_payload(from_payload(payload)), payload)
@@ -134,7 +134,7 @@ def test_payload_refuses_what_is_not_plain_data() -> None:
 
 def test_a_snapshot_of_another_model_is_refused() -> None:
     save = Save(2)
-    with pytest.raises(Stopped):
+    with pytest.raises(StoppedError):
         run(Cell("small"), save)
     payload = torch.load(io.BytesIO(save.data), weights_only=True)
     payload["params"]["net.0.weight"] = torch.zeros(3, 3)
