@@ -326,8 +326,9 @@ class ForensicCheckpoint(SentinelCallback):
         reason = error if isinstance(error, str) else words(error)
         fields.setdefault("checkpoint_step", trainer.global_step)
         self.context(trainer).write(trainer, "checkpoint.failed", what=what, reason=reason, **fields)
-        if (what, reason) not in self._fit.told:
-            self._fit.told.add((what, reason))
+        kind = (what, reason.partition(" (")[0])  # without the path, which differs at each step
+        if kind not in self._fit.told:
+            self._fit.told.add(kind)
             log.warning("checkpoint at step %d: %s failed: %s. Training goes on.", trainer.global_step, what, reason)
 
     def _status_at_save(self, trainer: Trainer) -> StatusAtSave:
