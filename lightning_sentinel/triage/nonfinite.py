@@ -130,7 +130,7 @@ def worst_micro_batches(window: StepWindow | None, live: list[Tensor], limit: in
     return sorted(ranked[: max(limit, 1)])
 
 
-def ids_of(micro: MicroBatch, rows: tuple[int, ...] = ()) -> tuple[str, ...]:
+def ids_of(micro: MicroBatch, rows: tuple[int, ...] | None = None) -> tuple[str, ...]:
     """Sample ids of these rows of a micro-batch (all rows if none are given), by content where it carries no ids."""
     ids = micro.sample_ids
     if not ids:

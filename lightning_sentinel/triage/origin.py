@@ -24,6 +24,7 @@ from . import _private
 from .window import tensors
 
 TRAINING_STEP = "training_step"
+ROWS_WITHIN = 4  # operators after the origin: the first batch-major result among them tells the samples
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 _SKIPPED_FILES = ("site-packages", "dist-packages", "lightning_sentinel/triage")
 
@@ -73,7 +74,8 @@ class Origin:
         phase: ``before the step``, ``forward`` or ``backward, <autograd node>``.
         line: ``function:line`` of the user's code; for a backward the line of its forward.
         micro_batch: Index of the micro-batch.
-        rows: Samples of the micro-batch that are not finite, by position; empty where that is all or none of them.
+        rows: Samples of the micro-batch that are not finite, by position; empty where that is all of them, None where it
+            cannot be told.
         value: The tensor that was made.
         inputs: The operator's floating-point inputs.
         intended: An explicit infinity, such as a mask; an origin only where it becomes NaN.
@@ -88,7 +90,7 @@ class Origin:
     phase: str = "before the step"
     line: str = ""
     micro_batch: int = 0
-    rows: tuple[int, ...] = ()
+    rows: tuple[int, ...] | None = None
     value: Range | None = None
     inputs: tuple[Range, ...] = ()
     intended: bool = False
@@ -129,6 +131,7 @@ class OriginTrace:
         self._mode = _Mode(self)
         self._entered = False
         self._count = 0
+        self._parameter_shapes = {tuple(p.shape) for p in self.module.parameters()}
         self._forward_of: dict[int, tuple[str, str]] = {}
 
     def __enter__(self) -> OriginTrace:
@@ -168,7 +171,7 @@ class OriginTrace:
             if not is_bad(value):
                 continue
             constant = kind == "buffer" and not bool(value.isnan().any())  # a registered mask of -inf
-            rows = self.bad_rows(value) if kind == "batch" else ()
+            rows = self.bad_rows(value) if kind == "batch" else None
             origin = Origin(
                 kind, name, micro_batch=self.micro_batch, rows=rows, value=Range.of(value), intended=constant
             )
@@ -176,13 +179,15 @@ class OriginTrace:
             if not constant:
                 self.given.append(origin)
 
-    def bad_rows(self, tensor: Tensor) -> tuple[int, ...]:
-        """Rows of a batch-major tensor that are not finite; none if all of several are, which would say nothing."""
+    def bad_rows(self, tensor: Tensor) -> tuple[int, ...] | None:
+        """Rows of a batch-major tensor that are not finite, empty if all are; None for a tensor of another layout."""
         size = self.batch_size
         if not tensor.dim() or not size or tensor.shape[0] % size or not tensor.is_floating_point():
-            return ()
+            return None
+        if tensor.shape[0] != size and tuple(tensor.shape) in self._parameter_shapes:
+            return None  # more likely the gradient of a parameter
         rows = (~torch.isfinite(tensor.detach())).reshape(size, -1).any(1).nonzero().flatten().tolist()
-        return tuple(rows) if len(rows) < max(size, 2) else ()
+        return tuple(rows) if len(rows) < size else ()
 
     # --------------------------------------------------------------------------------------------- one operator
 
@@ -204,7 +209,8 @@ class OriginTrace:
                     bad = [t for t in inputs if is_bad(t)]
                 origin = self._origin_of(func, out, bad, here, collective, inputs, (args, kwargs))
                 self.origins[_key(out)] = origin
-                if not collective and not origin.rows and origin.kind in ("operator", "constant"):
+                fresh = self._count - origin.order <= ROWS_WITHIN
+                if not collective and origin.rows is None and fresh and origin.kind in ("operator", "constant"):
                     origin.rows = self.bad_rows(out)
             elif all(_key(out) != _key(t) for t in inputs):
                 self.origins.pop(_key(out), None)  # an address that is used again

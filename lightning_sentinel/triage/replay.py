@@ -314,7 +314,8 @@ class _Run:
             for out in tensors(output):
                 if out.is_floating_point() and out.numel():
                     out = out.detach()
-                    self.rms[path] = torch.linalg.vector_norm(out, dtype=torch.float32) / math.sqrt(out.numel())
+                    norm = torch.linalg.vector_norm(out, dtype=torch.promote_types(out.dtype, torch.float32))
+                    self.rms[path] = norm / math.sqrt(out.numel())
                     return
 
         return hook

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from ..context import context_of
 from ..incidents import Experiment, Finding, FindingKind, Incident, Verdict, VerdictKind
 from ..record import StepRecord
+from . import _private
 from . import experiments as ex
 from .nonfinite import (
     NOT_REPRODUCED,
@@ -361,9 +362,11 @@ class Investigation:
         match trace.kind:
             case "operator" | "constant":
                 widened = self._widen(trace)
+                culprits = [f"module:{trace.module}"]
+                since, samples = self._with_earlier(culprits, since, samples)
                 return self.verdict(
                     VerdictKind.NUMERICS,
-                    [f"module:{trace.module}"],
+                    culprits,
                     trace.sentence + widened,
                     since=since,
                     reproducible=True,
@@ -452,6 +455,15 @@ class Investigation:
         if trace.samples and since == self.record.step:
             samples = [*trace.samples]
         return since, samples
+
+    def _with_earlier(self, culprits: Sequence[str], since: int, samples: list[str]) -> tuple[int, list[str]]:
+        """Steps of the same incident that were kept out of the history had the same cause: their samples count, too."""
+        earlier = self.incident.verdict
+        if earlier.kind is not VerdictKind.NUMERICS or not set(culprits) & set(earlier.culprits):
+            return since, samples
+        if _private.scaler_of(self.trainer) is not None and earlier.since_step is not None:
+            since = min(since, earlier.since_step)  # each of these steps has lowered the loss scale
+        return since, [*earlier.sample_ids, *samples]
 
     def _widen(self, trace: TraceReport) -> str:
         """Compute the step in float64: finite there means that a range was left, not that the values are undefined."""
@@ -781,8 +793,8 @@ class Investigation:
         assert result is not None
         loud: list[str] = []
         base = float(self.base[self.peers.rank])
-        known = [s for s in result.sample_losses if s is not None and s.numel()]
-        peak = max((float(s.max()) for s in known), default=math.nan)
+        known = [s[s.isfinite()] for s in result.sample_losses if s is not None]
+        peak = max((float(s.max()) for s in known if s.numel()), default=math.nan)
         for index, losses in zip(result.micro_batches, result.sample_losses, strict=False):
             micro = window.micro_batches[index]
             ids = ids_of(micro)
