@@ -11,9 +11,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
 from ..data.identity import IGNORE_INDEX, Part, SampleIdFn, has_own_ids, is_integer, parts, sample_ids
+from ..data.quarantine import FILE_NAME, QuarantineLedger
 from ..data.seen import SeenSamples
 from ..incidents import Finding, FindingKind, Severity
 from .base import SentinelCallback
@@ -51,12 +53,14 @@ class BatchValidator(SentinelCallback):
 
     Journalled:
 
-    ==================  ==============================================================================================
-    event               fields
-    ==================  ==============================================================================================
-    ``batch.invalid``   ``finding`` (kind ``invalid_batch``, ``no_supervised_tokens``, ``repeated_samples`` or
-                        ``unseen_samples``; evidence: check, position, value, bound, count, neutralised)
-    ==================  ==============================================================================================
+    ======================  ==========================================================================================
+    event                   fields
+    ======================  ==========================================================================================
+    ``batch.invalid``       ``finding`` (kind ``invalid_batch``, ``no_supervised_tokens``, ``repeated_samples`` or
+                            ``unseen_samples``; evidence: check, position, value, bound, count, neutralised)
+    ``quarantine.refused``  ``reason``: why a loader can not leave out who is in the run folder's quarantine ledger,
+                            which is opened and applied when training starts
+    ======================  ==========================================================================================
 
     Args:
         vocabulary_size: Token ids must be below it; None checks only that ids under a name such as ``input_ids`` are not
@@ -112,6 +116,20 @@ class BatchValidator(SentinelCallback):
         self._window: tuple[int, int] | None = None
 
     # -- hooks -------------------------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        context = self.context(trainer)
+        if context.ledger is None and context.run_dir is not None:
+            context.ledger = QuarantineLedger(context.run_dir / FILE_NAME, write=trainer.is_global_zero)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # who was quarantined in an earlier run of this folder, or by a person since, is not drawn
+        context = self.context(trainer)
+        if context.ledger is not None and context.ledger.active:
+            loaders = trainer.train_dataloader
+            loaders = list(loaders.flattened) if isinstance(loaders, CombinedLoader) else [loaders]
+            for problem in context.ledger.apply(loaders):
+                context.write(trainer, "quarantine.refused", reason=problem)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         context = self.context(trainer)

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_sentinel.callbacks.batch_validator import BatchValidator
 from lightning_sentinel.context import context_of
 from lightning_sentinel.data.mixture import MixtureLoader
+from lightning_sentinel.data.quarantine import QuarantineLedger
 from lightning_sentinel.incidents import Finding, FindingKind, Severity
 
 V, IGNORED = 10, -100
@@ -512,6 +513,7 @@ def fit(
         **options,
     )
     sink = context_of(trainer).journal = sink or Lines()
+    context_of(trainer).run_dir = tmp_path
     trainer.fit(model, loader)
     return sink
 
@@ -628,3 +630,18 @@ def test_batches_that_are_no_dicts(tmp_path: Path, layout: str) -> None:
     assert fit(Plain(), data, BatchValidator(V), tmp_path, max_epochs=2).lines == []
     sink = fit(Plain(), data, BatchValidator(5, neutralise=True), tmp_path, max_epochs=1)
     assert {f["finding"]["evidence"]["neutralised"] for f in sink.lines} == {layout == "tuple"}
+
+
+def test_the_ledger_of_the_run_folder_holds_from_the_start(tmp_path: Path) -> None:
+    earlier = QuarantineLedger(tmp_path / "quarantine.jsonl")
+    earlier.add(["sample:a/3", "source:b"], step=5, incident=1, policy="recover", reason="random tokens")
+    model = Model()
+    assert fit(model, loader(steps_per_epoch=20), BatchValidator(V), tmp_path, max_epochs=1).lines == []
+    drawn = {name for _, ids, _ in model.windows for name in ids}
+    assert drawn == {f"a/{i}" for i in range(30)} - {"a/3"}
+    rows = [(torch.ones(2).long(), torch.ones(2).long())] * 4
+    sink = fit(model, DataLoader(rows), BatchValidator(V), tmp_path, max_epochs=1)  # type: ignore[arg-type]
+    assert [line["event"] for line in sink.lines] == ["quarantine.refused"]
+    assert sink.lines[0]["reason"].startswith("DataLoader has no exclude(names), so its 2 quarantined names are still")
+    assert earlier.path is not None
+    assert len(earlier.path.read_text().splitlines()) == 2

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -510,3 +512,26 @@ def test_combined_loaders(tmp_path: Any) -> None:
     drawn = flat([ids for _, _, ids in module.log_of])
     assert [i for i in drawn if i[0] == "a"] == stream({"a": 7}, 20)
     assert [i for i in drawn if i[0] == "b"] == stream({"b": 5}, 10)
+
+
+def _draw_as_rank(rank: int, folder: str) -> None:
+    store = f"file://{folder}/store"
+    torch.distributed.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    loader = mixture(AB, batch_size=3)
+    drawn = take(loader, 4)
+    Path(folder, f"{rank}.json").write_text(json.dumps([drawn, loader.state_dict()]))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_ranks_come_from_torch_distributed(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_draw_as_rank, (str(tmp_path),), nprocs=2)
+    (first, state), (second, other) = (json.loads((tmp_path / f"{r}.json").read_text()) for r in range(2))
+    assert [name for a, b in zip(first, second, strict=True) for name in a + b] == stream(AB, 24)
+    assert state == other
+    # on one process from there on
+    alone = mixture(AB, batch_size=2)
+    alone.load_state_dict(state)
+    assert flat(take(alone, 5)) == stream(AB, 34)[24:]
