@@ -184,12 +184,11 @@ class RunJournal(SentinelCallback):
         step = trainer.global_step
         if self._rates and (step != self._rates[-1][0] + 1 or len(rates) != len(self._rates[-1][1])):
             self._rates = []  # a rollback, or several optimizers taking turns: no path to compare with
-        if self._rates and (jumped := lr_jump([r for _, r in self._rates], rates)) is not None:
-            group = jumped
-            self.context(trainer).write(
-                trainer, "lr.changed", old=self._rates[-1][1][group], new=rates[group], group=group
-            )
-            self._rates = []
+        group = lr_jump([r for _, r in self._rates], rates)
+        if group is not None:
+            old, new = self._rates[-1][1][group], rates[group]
+            self.context(trainer).write(trainer, "lr.changed", old=old, new=new, group=group)
+            self._rates = [(step - 1, rates)]  # the new level is the path from here on
         self._rates = [*self._rates[-1:], (step, rates)]
 
     def _watch_mixture(self, trainer: Trainer) -> None:
@@ -382,7 +381,7 @@ class Status:
 
 
 def lr_jump(before: list[list[float]], now: list[float]) -> int | None:
-    """The first parameter group whose rate is not where its one or two predecessors point, or None.
+    """The first parameter group whose rate is not where its two predecessors point, or None.
 
     A linear warm-up, a cosine and an exponential decay are smooth; a milestone, a reset and a hand on the rate are not.
 
@@ -392,14 +391,13 @@ def lr_jump(before: list[list[float]], now: list[float]) -> int | None:
         >>> lr_jump([[0.1], [0.2]], [0.3]) is None
         True
     """
+    if len(before) < 2:
+        return None  # one rate alone shows no slope: the second step of a warm-up doubles the first
     for group, rate in enumerate(now):
         last = before[-1][group]
-        expected = 2 * last - before[-2][group] if len(before) > 1 else last
-        # A schedule that starts at 0 jumps to its first rate; one predecessor alone shows no slope.
-        if len(before) == 1 and last == 0:
-            continue
-        scale = max(abs(rate), abs(last))
-        if abs(rate - expected) > LR_JUMP * scale and abs(rate - last) > LR_JUMP * scale:
+        expected = 2 * last - before[-2][group]
+        scale = LR_JUMP * max(abs(rate), abs(last))
+        if abs(rate - expected) > scale and abs(rate - last) > scale:
             return group
     return None
 

@@ -253,9 +253,10 @@ def false_incidents(
 
 
 def action_counts(run: RunData) -> dict[str, int]:
-    """How often each action was taken."""
-    names = (e["event"].removeprefix("action.") for e in run.of("action."))
-    return dict(sorted(Counter(n for n in names if n in _ACTIONS and n != "none").items()))
+    """How often each action was taken, by the incidents' own lists and by the journal's lines, whichever knows of more."""
+    told = Counter(str(a.get("action")) for i in newest_incidents(run).values() for a in i.get("actions") or ())
+    written = Counter(e["event"].removeprefix("action.") for e in run.of("action."))
+    return {n: max(told[n], written[n]) for n in sorted(told.keys() | written.keys()) if n in _ACTIONS and n != "none"}
 
 
 def checkpoint_rows(run: RunData) -> list[dict[str, Any]]:
