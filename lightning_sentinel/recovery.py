@@ -39,6 +39,7 @@ class IncidentWatch:
         last_step: Newest step with a finding of this incident, or on which it was answered.
         answers: How many answers it has had.
         case: The ladder that answers it.
+        restored: Step of the restore point that the newest rollback went to, or None.
         examined: Kinds of findings that the triage has seen.
         healthy: Losses of the healthy steps since ``last_step``, ``(step, loss over all sources, by source)``.
         before: The same for the steps before the incident.
@@ -49,6 +50,7 @@ class IncidentWatch:
         self.answers = 0
         self.examined_answers = 0
         self.case = ""
+        self.restored: int | None = None
         self.examined: set[FindingKind] = set()
         self.before = [_Point.of(r) for r in history]
         self.healthy: list[_Point] = []
@@ -72,6 +74,7 @@ class IncidentWatch:
             "answers": self.answers,
             "examined_answers": self.examined_answers,
             "case": self.case,
+            "restored": self.restored,
             "examined": sorted(str(k) for k in self.examined),
             "before": [p.state() for p in self.before],
             "healthy": [p.state() for p in self.healthy],
@@ -81,7 +84,7 @@ class IncidentWatch:
     def from_state(cls, state: dict[str, Any]) -> IncidentWatch:
         watch = cls(state["last_step"])
         watch.answers, watch.examined_answers = state["answers"], state["examined_answers"]
-        watch.case = state["case"]
+        watch.case, watch.restored = state["case"], state["restored"]
         watch.examined = {FindingKind(k) for k in state["examined"]}
         watch.before = [_Point(*p) for p in state["before"]]
         watch.healthy = [_Point(*p) for p in state["healthy"]]

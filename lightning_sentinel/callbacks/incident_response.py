@@ -218,6 +218,8 @@ class IncidentResponse(SentinelCallback):
         watch.case = case_of(verdict, incident.kinds | kinds, neutralised=neutralised)
         since = verdict.since_step if verdict.since_step is not None else incident.since_step
         watch.before = [p for p in watch.before if p.step < since]
+        if watch.restored is not None and watch.case in _STATE_AT_FAULT:
+            since = min(since, watch.restored - 1)  # that restore point did not help: it holds the damage already
         nonfinite = record.has_nonfinite and not self._scaler_handles(trainer, record)
         situation = Situation(
             case=watch.case,
@@ -383,7 +385,7 @@ class IncidentResponse(SentinelCallback):
                 self._journal_action(trainer, incident)
                 return
             self._announce_exclusion(trainer, incident, names, choice.reason)
-            incident.actions[-1]["to_step"] = snapshot.step
+            incident.actions[-1]["to_step"] = watch.restored = snapshot.step
             if watch.case == "optimization/lr":
                 self.actuator.plan_until = record.step + self.probation_steps
             return
@@ -568,6 +570,19 @@ class IncidentResponse(SentinelCallback):
         self._watched = {int(n): IncidentWatch.from_state(w) for n, w in state_dict["watched"].items()}
         self.actuator.load_state_dict(state_dict["actuator"])
 
+
+# Cases in which the state that was gone back to may be the damaged one.
+_STATE_AT_FAULT = frozenset(
+    {
+        "data/cursor",
+        "infrastructure/rank",
+        "optimization/lr",
+        "optimization/state",
+        "optimization/other",
+        "undetermined/nonfinite",
+        "undetermined/loss",
+    }
+)
 
 # A finding of this kind concerns one step; the same kind at a later step is another incident.
 _SINGLE_STEP = frozenset(
