@@ -57,6 +57,8 @@ def sample_generator(seed: int, sample_id: str) -> torch.Generator:
 class DataFault(Fault, ABC):
     """A fault that lives in samples: those first hit are remembered and stay bad.
 
+    ``duration`` counts the steps whose samples are taken, on whatever attempt; None takes all that follow.
+
     Args:
         samples: How many samples of each batch are hit, from the first on; None for all.
         input_key: Where the batch has its tokens, ``[batch, time]`` int64.
@@ -86,17 +88,29 @@ class DataFault(Fault, ABC):
         self.samples, self.seed = samples, seed
         self.input_key, self.target_key, self.ignore_index = input_key, target_key, ignore_index
         self.sample_ids: set[str] = set()
+        self.places: set[tuple[int, int]] = set()  # attempts and steps at which they were first hit
 
     def on_batch(self, moment: Moment) -> None:
-        first_pass = self.attempt is None or self.attempt == moment.attempt
-        if not (first_pass or self.on_replay):
+        if self.attempt not in (None, moment.attempt) and not self.on_replay:
             return
-        if self.due(moment) and (first_pass or self.duration is None):
-            self.sample_ids.update(self.choose(moment))
+        if self.due(moment):
+            self.remember(moment)
         rows = [row for row, sample_id in enumerate(moment.sample_ids) if sample_id in self.sample_ids]
         if rows:
             details = self.hurt(moment, rows)
             self.struck(moment, sample_ids=[moment.sample_ids[row] for row in rows], **details)
+
+    def in_window(self, step: int) -> bool:
+        # Not the step's number but the data makes the end: after a rollback other batches come at the same steps.
+        return step >= self.step
+
+    def remember(self, moment: Moment) -> None:
+        """Take the batch's samples among the bad ones, until those of ``duration`` steps are."""
+        new = set(self.choose(moment)) - self.sample_ids
+        place = (moment.attempt, moment.step)
+        if new and (self.duration is None or place in self.places or len(self.places) < self.duration):
+            self.places.add(place)
+            self.sample_ids |= new
 
     def choose(self, moment: Moment) -> Sequence[str]:
         """Which of the batch's samples are bad from now on."""
@@ -107,11 +121,15 @@ class DataFault(Fault, ABC):
         """Change these rows of the batch; what was done, for the journal."""
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"sample_ids": sorted(self.sample_ids)}
+        return super().state_dict() | {
+            "sample_ids": sorted(self.sample_ids),
+            "places": [list(place) for place in sorted(self.places)],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.sample_ids = set(state["sample_ids"])
+        self.places = {(attempt, step) for attempt, step in state["places"]}
 
 
 class CorruptBatch(DataFault):

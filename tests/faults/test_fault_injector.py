@@ -399,8 +399,19 @@ def test_fp16_collapse_overflows_for_its_batches_and_when_they_return() -> None:
     assert scales == [65536.0, 32768.0, 16384.0, 8192.0, 8192.0, 8192.0]
     assert fault.sample_ids == {str(i) for i in range(4, 16)}
     again = Fp16Collapse(step=1, target="blocks.1", duration=1)
-    module, _, _ = train(again, callbacks=[Again(after_step=2, position=1)], max_steps=5, precision="bf16-mixed")
+    train(again, callbacks=[Again(after_step=2, position=1)], max_steps=5, precision="bf16-mixed")
     assert again.fired == 2
+
+
+def test_fp16_collapse_takes_the_samples_of_as_many_steps_after_a_rollback_past_some() -> None:
+    fault = Fp16Collapse(step=1, target="blocks.1", duration=3)
+    # After step 2 the loader goes on behind the samples of the steps 1 and 2, which were two of the three.
+    again = Again(after_step=2, position=4)
+    module, _, lines = train(fault, callbacks=[again], max_steps=6, precision="bf16-mixed")
+    assert fault.sample_ids == {str(i) for i in (*range(4, 12), *range(16, 20))}
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert fault.places == {(0, 1), (0, 2), (1, 3)}
+    assert len(module.losses) == 6
 
 
 # ---------------------------------------------------------------------- training state
@@ -580,7 +591,12 @@ def test_counters_survive_a_resume_and_do_not_rewind() -> None:
     loaded = FaultInjector([CorruptBatch(step=1), LearningRateSpike(step=1), CursorRewind(step=3)])
     loaded.load_state_dict(state)
     assert loaded.fired == {"corrupt_batch": 1, "lr_spike": 3, "cursor_rewind": 0}
-    assert loaded.state_dict()["corrupt_batch"] == {"fired": 1, "attempt": 0, "sample_ids": ["4", "5", "6", "7"]}
+    assert loaded.state_dict()["corrupt_batch"] == {
+        "fired": 1,
+        "attempt": 0,
+        "sample_ids": ["4", "5", "6", "7"],
+        "places": [[0, 1]],
+    }
 
 
 def test_a_batch_that_is_a_tuple_is_changed_in_place() -> None:
