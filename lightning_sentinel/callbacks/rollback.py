@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
 from ..incidents import Action
@@ -308,7 +309,17 @@ class Rollback(SentinelCallback):
         context.journal.flush()
         if request.exclude:
             self._exclude(trainer, request)
+        files = self._lightning_files(trainer)
         restore_between_batches(trainer, snapshot)
+        for path in sorted(files - self._lightning_files(trainer)):
+            context.write(
+                trainer,
+                "checkpoint.poisoned",
+                path=path,
+                reason="written by ModelCheckpoint on a path that was abandoned",
+                since_step=request.before_step,
+                incident=request.incident,
+            )
         for newer in [s for s in context.snapshots if s.position > snapshot.position]:
             context.snapshots.remove(newer)
             self._spare = newer
@@ -318,6 +329,15 @@ class Rollback(SentinelCallback):
         context.record = context.window = None
         if context.healthy_window is not None and context.healthy_window.step >= snapshot.step:
             context.healthy_window = None
+
+    @staticmethod
+    def _lightning_files(trainer: Trainer) -> set[str]:
+        """Files that Lightning's own checkpoint callbacks count among their best or their last."""
+        paths: set[str] = set()
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                paths |= {*callback.best_k_models, callback.last_model_path}
+        return paths - {""}
 
     def _abandoned(self, trainer: Trainer, step: int) -> list[StepRecord]:
         """Records of the steps that are about to be undone, oldest first."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from lightning.pytorch.callbacks import (
     EarlyStopping,
@@ -109,13 +111,19 @@ def checkpoints(path: Path, **options: Any) -> ModelCheckpoint:
     return ModelCheckpoint(path, "{step}", monitor="loss_step", save_top_k=2, every_n_train_steps=4, **options)
 
 
-def test_model_checkpoint_saves_again_and_forgets_what_came_after(tmp_path: Path) -> None:
+def test_model_checkpoint_saves_again_and_forgets_what_came_after(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     cell = Cell("checkpoint", batch=9, before_step=8, every=3, trainer={"enable_checkpointing": True})
     first = checkpoints(tmp_path / "clean")
     reference = run(cell, first)
     second = checkpoints(tmp_path / "hurt")
+    caplog.set_level(logging.INFO, "lightning_sentinel")
     outcome, hurt = hurt_run(cell, second)
     assert hurt.restored == [6]
+    poisoned = [r.getMessage() for r in caplog.records if "checkpoint.poisoned" in r.getMessage()]
+    assert len(poisoned) == 1  # without a journal, events go to the log
+    assert str(tmp_path / "hurt" / "step=8.ckpt") in poisoned[0]
     assert_same_run(outcome, reference)
 
     def scores(callback: ModelCheckpoint) -> dict[str, float]:
