@@ -133,12 +133,13 @@ class ForensicCheckpoint(SentinelCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._fit = _Fit(ckpt_path=trainer.ckpt_path)
+            self._fit = _Fit()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._store = None
             return
+        self._fit.ckpt_path = trainer.ckpt_path
         self._store = CheckpointStore(self._checkpoints_dir(trainer))
         if trainer.is_global_zero:
             try:
