@@ -75,6 +75,15 @@ def test_two_runs_are_bit_identical_and_a_third_with_another_seed_is_not(tmp_pat
     assert not torch.equal(first["model.head.weight"], other["model.head.weight"])
 
 
+def test_the_suite_changes_no_weight_of_a_healthy_run(tmp_path: Path) -> None:
+    overrides = [*TINY, "logger=none", "trainer.max_steps=6"]
+    watched = pretrain.pretrain(config(tmp_path, *overrides, "policy=recover"))
+    bare = pretrain.pretrain(config(tmp_path, *overrides, "callbacks=none"))
+    assert len(watched.callbacks) > len(bare.callbacks) + 8
+    expected = bare.lightning_module.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in watched.lightning_module.state_dict().items())
+
+
 def test_loss_on_real_text_falls_from_uniform_to_words(tmp_path: Path) -> None:
     overrides = [*TINY, "data=text", "data.sequence_length=64", "trainer.max_steps=150"]
     trainer = pretrain.pretrain(config(tmp_path, *BARE, *overrides))
