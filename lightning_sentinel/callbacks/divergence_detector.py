@@ -35,6 +35,9 @@ class DivergenceDetector(DetectorCallback):
         sigma_floor: Smallest sigma, as a fraction of the level.
         window: Accepted losses that the level, sigma and autocorrelation rest on.
         warmup: Accepted losses before anything is stated.
+        short: Newest losses that are compared with the best level so far.
+        lost_relative: Rise above the best level so far that is stated, as a fraction of it.
+        lost_sigma: Rise above the best level so far that is stated, in sigma.
         block: Steps averaged to one value of the trend test.
         blocks: Values in the trend test.
         trend_z: Mann-Kendall statistic from which a rising trend is a divergence.
@@ -52,6 +55,9 @@ class DivergenceDetector(DetectorCallback):
         sigma_floor: float = Divergence.sigma_floor,
         window: int = Divergence.window,
         warmup: int = Divergence.warmup,
+        short: int = Divergence.short,
+        lost_relative: float = Divergence.lost_relative,
+        lost_sigma: float = Divergence.lost_sigma,
         block: int = Divergence.block,
         blocks: int = Divergence.blocks,
         trend_z: float = Divergence.trend_z,
@@ -67,6 +73,9 @@ class DivergenceDetector(DetectorCallback):
             sigma_floor=sigma_floor,
             window=window,
             warmup=warmup,
+            short=short,
+            lost_relative=lost_relative,
+            lost_sigma=lost_sigma,
             block=block,
             blocks=blocks,
             trend_z=trend_z,

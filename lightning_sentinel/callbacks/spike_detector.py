@@ -30,16 +30,16 @@ class SpikeDetector(DetectorCallback):
 
     Args:
         threshold: Robust sigma above the expected value from which a value is out of band (an alarm).
-        tail: Multiple of the largest recent standardised jump that a value must pass to be out of band.
+        tail: Probability that a healthy step leaves the band, by the tail of this run's own accepted jumps.
         gross: Robust sigma from which one value alone is an incident.
-        gross_tail: Multiple of the largest recent standardised jump from which one value alone is an incident.
+        gross_tail: The same probability for one value alone being an incident.
         gross_relative: Smallest jump that one value alone can make an incident, as a fraction of the expected loss.
         min_jump: Smallest jump that counts, in nats.
         min_relative: Smallest jump that counts, as a fraction of the expected loss.
         confirm: Values out of band that make an incident.
         window: Prediction errors that the scale rests on.
         level_window: Accepted losses in the long median.
-        tail_window: Steps for which a large jump is remembered.
+        tail_window: Accepted jumps that the tail rests on.
         warmup: Accepted losses before the band applies; until then only an explosion is stated.
         explosion: Multiple of the losses so far that is an explosion during warm-up.
         scale_floor: Smallest scale, as a fraction of the expected loss.
@@ -52,9 +52,7 @@ class SpikeDetector(DetectorCallback):
     def __init__(
         self,
         threshold: float = Spike.threshold,
-        tail: float = Spike.tail,
         gross: float = Spike.gross,
-        gross_tail: float = Spike.gross_tail,
         gross_relative: float = Spike.gross_relative,
         min_jump: float = Spike.min_jump,
         min_relative: float = Spike.min_relative,
@@ -72,9 +70,7 @@ class SpikeDetector(DetectorCallback):
     ) -> None:
         self.detector = Spike(
             threshold=threshold,
-            tail=tail,
             gross=gross,
-            gross_tail=gross_tail,
             gross_relative=gross_relative,
             min_jump=min_jump,
             min_relative=min_relative,

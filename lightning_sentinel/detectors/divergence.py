@@ -8,6 +8,11 @@ in which a shift of ``shift`` sigma is worth ``d = shift (1 - phi) / sqrt(1 - ph
 likelihood ratio, ``S = max(0, S + d z - d^2 / 2)``, is the evidence in nats for "the level has risen"; it is a level shift when it
 passes ``threshold`` and the median since ``S`` was last 0 lies far enough above the level.
 
+**Lost ground.** The median of the newest ``short`` losses is compared with the smallest one so far. It is a level shift when
+the rise is at least ``lost_relative`` of that, ``lost_sigma`` times the noise and ``LOST_RANGE`` times the range of these losses
+without the extremes. The noise is the MAD of differences from step to step, with a long history also the sigma above. This
+needs little history, so it also sees what happens before there is a baseline.
+
 **Trend.** Means of ``block`` steps go through the Mann-Kendall test with Hamed and Rao's correction for autocorrelation; a
 Theil-Sen slope gives its size.
 
@@ -36,16 +41,18 @@ import numpy as np
 from ..incidents import Finding, FindingKind, Severity
 from ..record import FloatArray, StepRecord
 from .base import mean_loss
-from .robust import MAD_TO_SIGMA, check_bound, check_count, mann_kendall, theil_sen
+from .robust import MAD_TO_SIGMA, RollingWindow, check_bound, check_count, mann_kendall, theil_sen
 
 # Spans over which a level is a median: the newest few in a descent, all of them on a plateau.
 SPANS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+# Rise over the range of the newest losses from which they sit apart from the best level.
+LOST_RANGE = 3.0
 # Fewest values that sigma and autocorrelation rest on.
 NEWEST = 64
 # Part of its first height that a rise must have kept to be a level and not a spike on its way back.
 STAYS = 0.6
-# Differences over which a descent counts as straight.
-TREND_BLOCK = 16
+# Most steps over which a descent counts as straight.
+BLOCK = 256
 # Efficiency of a median: its variance over that of the mean of as many normal values.
 MEDIAN_VARIANCE = math.pi / 2
 
@@ -69,15 +76,13 @@ class Baseline:
     def fit(cls, values: FloatArray, margin: float, floor: float) -> Baseline:
         """Fit to losses, oldest first.
 
-        Sigma and phi come from squared differences at lags 1 and 2, which a slow descent does not touch:
-        ``E(x_t - x_{t-k})^2 = 2 sigma^2 (1 - phi^k)``, so ``v2 / v1 = 1 + phi``. Squares are clipped at 3 robust sigma. The
-        level is the smallest upper confidence bound, ``margin`` standard errors above the median, over the spans.
+        Sigma and phi come from the newer half (the noise changes as the loss falls), a straight line taken out of every block
+        of at most ``BLOCK`` and values clipped at 3 robust sigma. Both are corrected for what the line takes with it: phi by
+        ``(2 + 4 phi) / length``, the variance by ``1 - 2 (1 + phi) / (1 - phi) / length``. The level is the smallest upper
+        confidence bound, ``margin`` standard errors above the median, over the spans.
         """
         n = len(values)
-        newest = values[-max(NEWEST, n // 2) :]  # sigma changes as the loss falls: the newer half knows it
-        v1, v2 = _noise_power(newest[1:] - newest[:-1]), _noise_power(newest[2:] - newest[:-2])
-        phi = min(0.97, max(0.0, v2 / v1 - 1.0) + 1.0 / math.sqrt(len(newest))) if v1 > 0 else 0.0
-        sigma = math.sqrt(v1 / (2.0 * (1.0 - phi)))
+        sigma, phi = noise_of(values[-max(NEWEST, n // 2) :])
         inflation = (1.0 + phi) / (1.0 - phi)
         best = math.inf
         median = math.nan
@@ -93,18 +98,24 @@ class Baseline:
         return cls(best, median, max(sigma, floor * abs(median), 1e-12), phi, n)
 
 
-def _noise_power(differences: FloatArray) -> float:
-    """Mean square of differences around their local median, every value clipped at 3 robust sigma.
-
-    The local median (over TREND_BLOCK differences) is the slope of the descent.
-    """
-    n = len(differences) // TREND_BLOCK * TREND_BLOCK
-    if n:
-        blocks = differences[len(differences) - n :].reshape(-1, TREND_BLOCK)
-        differences = (blocks - np.median(blocks, axis=1, keepdims=True)).ravel()
-    size = np.abs(differences)
-    limit = 3.0 * MAD_TO_SIGMA * float(np.median(size))
-    return float(np.mean(np.square(np.minimum(size, limit) if limit > 0 else size)))
+def noise_of(values: FloatArray) -> tuple[float, float]:
+    """Marginal sigma and lag-1 autocorrelation of a slowly falling series; see :meth:`Baseline.fit`."""
+    length = min(BLOCK, len(values))
+    blocks = values[len(values) % length :].reshape(-1, length)
+    time = np.arange(length) - 0.5 * (length - 1)
+    centred = blocks - blocks.mean(axis=1, keepdims=True)
+    residual = centred - np.outer(centred @ time, time / float(time @ time))
+    limit = 3.0 * MAD_TO_SIGMA * float(np.median(np.abs(residual)))
+    if limit > 0:
+        residual = np.clip(residual, -limit, limit)
+    power = float(np.square(residual).mean())
+    if power <= 0:
+        return 0.0, 0.0
+    phi = float((residual[:, 1:] * residual[:, :-1]).mean()) / power
+    phi = max(phi, 0.0)
+    phi = min(0.97, phi + (2.0 + 4.0 * phi) / length + math.sqrt((1.0 - phi * phi) / len(values)))
+    kept = max(0.3, 1.0 - 2.0 * (1.0 + phi) / (1.0 - phi) / length)
+    return math.sqrt(power / kept), phi
 
 
 @dataclass(eq=False)
@@ -121,6 +132,9 @@ class Divergence:
         sigma_floor: Smallest sigma, as a fraction of the level.
         window: Accepted losses that the level, sigma and autocorrelation rest on.
         warmup: Accepted losses before anything is stated.
+        short: Newest losses that are compared with the best level so far.
+        lost_relative: Rise above the best level so far that is stated, as a fraction of it.
+        lost_sigma: Rise above the best level so far that is stated, in sigma.
         block: Steps averaged to one value of the trend test.
         blocks: Values in the trend test.
         trend_z: Mann-Kendall statistic from which a rising trend is a divergence.
@@ -136,6 +150,9 @@ class Divergence:
     sigma_floor: float = 0.002
     window: int = 2048
     warmup: int = 32
+    short: int = 8
+    lost_relative: float = 0.2
+    lost_sigma: float = 5.0
     block: int = 8
     blocks: int = 24
     trend_z: float = 5.0
@@ -152,6 +169,9 @@ class Divergence:
         check_bound("Divergence", "sigma_floor", self.sigma_floor, above=0.0)
         check_count("Divergence", "window", self.window, least=32)
         check_count("Divergence", "warmup", self.warmup, least=16)
+        check_count("Divergence", "short", self.short, least=4)
+        check_bound("Divergence", "lost_relative", self.lost_relative, above=0.0)
+        check_bound("Divergence", "lost_sigma", self.lost_sigma, above=0.0)
         check_count("Divergence", "block", self.block, least=1)
         check_count("Divergence", "blocks", self.blocks, least=8)
         check_bound("Divergence", "trend_z", self.trend_z, above=0.0)
@@ -163,15 +183,22 @@ class Divergence:
         self._rise: list[tuple[int, float]] = []  # (step, loss) since the evidence was last 0
         self._previous = math.nan
         self._hold = 0
+        self._newest = RollingWindow(self.short)
+        self._moves = RollingWindow(64)  # absolute differences from step to step
+        self._last = math.nan
+        self._best = math.inf  # smallest median of the newest losses so far
+        self._best_step = -1
         self._block: list[float] = []
         self._means: deque[tuple[int, float]] = deque(maxlen=self.blocks)
         self._trend_stated = False
+        self._earlier, self._later = np.triu_indices(self.blocks, k=1)
+        self._variance = self.blocks * (self.blocks - 1) * (2 * self.blocks + 5) / 18.0
 
     def observe(self, record: StepRecord) -> list[Finding]:
         loss = mean_loss(record)
         if not math.isfinite(loss):
             return []
-        return self._level(record.step, loss) + self._trend(record.step, loss)
+        return self._level(record.step, loss) or self._lost_ground(record.step, loss) or self._trend(record.step, loss)
 
     # -- level shift ---------------------------------------------------------------------------------------------
 
@@ -250,6 +277,50 @@ class Divergence:
             },
         )
 
+    # -- lost ground ---------------------------------------------------------------------------------------------
+
+    def _lost_ground(self, step: int, loss: float) -> list[Finding]:
+        if self._last == self._last:
+            self._moves.push(abs(loss - self._last))
+        self._last = loss
+        self._newest.push(loss)
+        if len(self._newest) < self.short:
+            return []
+        now = self._newest.median
+        if now <= self._best:
+            self._best, self._best_step = now, step
+            return []
+        rise = now - self._best
+        least = max(self.min_shift, self.lost_relative * abs(self._best))
+        if rise < least:
+            return []
+        noise = MAD_TO_SIGMA * self._moves.median / math.sqrt(2.0)
+        if self._baseline is not None and self._baseline.count >= BLOCK:
+            noise = max(noise, self._baseline.sigma)
+        inner = self._newest.ordered[-2] - self._newest.ordered[1]
+        if rise < max(self.lost_sigma * noise, LOST_RANGE * inner):
+            return []
+        best, best_step = self._best, self._best_step
+        self._best, self._best_step = now, step
+        return [
+            Finding(
+                kind=FindingKind.LEVEL_SHIFT,
+                detector=self.name,
+                step=step,
+                score=rise,
+                threshold=least,
+                unit="nats",
+                severity=Severity.INCIDENT,
+                since_step=best_step,
+                window=self.short,
+                message=f"The median of the newest {self.short} losses, {now:.4f}, is {rise:.4f} nats above the best one so"
+                f" far, {best:.4f} at step {best_step} (limit {least:.4f}, {self.lost_relative:g} of it); {self.lost_sigma:g}"
+                f" sigma are {self.lost_sigma * noise:.4f}, {LOST_RANGE:g} times their range without the extremes"
+                f" {LOST_RANGE * inner:.4f}.",
+                evidence={"level_before": best, "level_now": now, "steps": self.short},
+            )
+        ]
+
     # -- trend ---------------------------------------------------------------------------------------------------
 
     def _trend(self, step: int, loss: float) -> list[Finding]:
@@ -261,14 +332,16 @@ class Divergence:
         if len(self._means) < self.blocks:
             return []
         means = [m for _, m in self._means]
-        z, _, _ = mann_kendall(means)
+        plain = self._kendall(means)
+        self._trend_stated = self._trend_stated and plain > 0.5 * self.trend_z
+        if self._trend_stated or plain < self.trend_z:  # the correction can only lower it
+            return []
+        _, s, variance = mann_kendall(means)
+        z = (s - 1.0) / math.sqrt(max(variance, self._variance))
         slope = theil_sen(means)
         rise = slope * (len(means) - 1)
         best = min(means)
         if z < self.trend_z or rise < max(self.min_shift, self.min_relative * abs(best)):
-            self._trend_stated = self._trend_stated and z > 0.5 * self.trend_z
-            return []
-        if self._trend_stated:
             return []
         self._trend_stated = True
         per_thousand = 1000 * slope * (len(means) - 1) / max(1, self._means[-1][0] - self._means[0][0])
@@ -291,6 +364,12 @@ class Divergence:
             )
         ]
 
+    def _kendall(self, means: list[float]) -> float:
+        """Mann-Kendall z of a rise without the correction for autocorrelation."""
+        values = np.array(means)
+        s = float((values[self._later] > values[self._earlier]).sum()) * 2.0 - len(self._later)
+        return (s - 1.0) / math.sqrt(self._variance)
+
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -302,6 +381,11 @@ class Divergence:
             "rise": [list(r) for r in self._rise],
             "previous": self._previous,
             "hold": self._hold,
+            "newest": self._newest.state_dict(),
+            "moves": self._moves.state_dict(),
+            "last": self._last,
+            "best": self._best,
+            "best_step": self._best_step,
             "block": list(self._block),
             "means": [list(m) for m in self._means],
             "trend_stated": self._trend_stated,
@@ -315,6 +399,11 @@ class Divergence:
         self._rise = [(int(s), float(v)) for s, v in state["rise"]]
         self._previous = float(state["previous"])
         self._hold = int(state["hold"])
+        self._newest.load_state_dict(state["newest"])
+        self._moves.load_state_dict(state["moves"])
+        self._last = float(state["last"])
+        self._best = float(state["best"])
+        self._best_step = int(state["best_step"])
         self._block = [float(v) for v in state["block"]]
         self._means = deque(((int(s), float(v)) for s, v in state["means"]), maxlen=self.blocks)
         self._trend_stated = bool(state["trend_stated"])

@@ -23,11 +23,17 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..incidents import Finding, FindingKind, Severity
-from ..record import StepRecord
+from ..record import SIGNAL_INDEX, StepRecord
 from .nonfinite import is_scaler_overflow
 from .robust import check_bound, check_count
 
 FP16_MAX = 65504.0
+LOSS_SCALE = SIGNAL_INDEX["loss_scale"]
+
+
+def no_scaler(record: StepRecord) -> bool:
+    """True where no rank has a loss scale other than 1."""
+    return bool((record.values[:, LOSS_SCALE] == 1.0).all())
 
 
 @dataclass(eq=False)
@@ -58,9 +64,10 @@ class LossScale:
         self._stated: list[str] = []  # collapse reasons of the current episode, each stated once
 
     def observe(self, record: StepRecord) -> list[Finding]:
-        scale = float(record.column("loss_scale").min())
-        if not bool((record.column("loss_scale") != 1.0).any()) and self._overflows == 0:
-            return []  # no scaler in force so far
+        values = record.values
+        if self._overflows == 0 and (values[0, LOSS_SCALE] == 1.0 if len(values) == 1 else no_scaler(record)):
+            return []
+        scale = float(values[:, LOSS_SCALE].min())
         overflow = is_scaler_overflow(record)
         lost = overflow or bool(record.column("nonfinite_grads").any())
         if not lost:

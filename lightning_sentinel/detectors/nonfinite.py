@@ -18,7 +18,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..incidents import Finding, FindingKind, Severity
-from ..record import FloatArray, StepRecord
+from ..record import SIGNAL_INDEX, FloatArray, StepRecord
+
+NONFINITE_LOSS, NONFINITE_GRADS = SIGNAL_INDEX["nonfinite_loss"], SIGNAL_INDEX["nonfinite_grads"]
+MISSING = SIGNAL_INDEX["missing_grads"]
 
 
 def _ranks(flags: FloatArray) -> tuple[int, ...]:
@@ -48,6 +51,9 @@ class NonFinite:
     name: ClassVar[str] = "non_finite"
 
     def observe(self, record: StepRecord) -> list[Finding]:
+        values = record.values
+        if values.shape[0] == 1 and not (values[0, NONFINITE_LOSS] or values[0, NONFINITE_GRADS] or values[0, MISSING]):
+            return []
         findings = []
         if record.column("nonfinite_loss").any():
             findings.append(self._finding(record, FindingKind.NONFINITE_LOSS, "nonfinite_loss", "loss"))

@@ -28,7 +28,15 @@ MAD_TO_SIGMA = 1.4826022185056018
 UPPER_DECILE_TO_SIGMA = 1.2815515655446004
 
 
-def check_bound(owner: str, name: str, value: float, *, least: float = -math.inf, above: float = -math.inf) -> None:
+def check_bound(
+    owner: str,
+    name: str,
+    value: float,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    most: float = math.inf,
+) -> None:
     """Raise ``ValueError`` that names the field, what was found and the bound."""
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         raise ValueError(f"{owner}: {name} must be a number, found {value!r}.")
@@ -36,6 +44,8 @@ def check_bound(owner: str, name: str, value: float, *, least: float = -math.inf
         raise ValueError(f"{owner}: {name} must be at least {least:g}, found {value!r}.")
     if value <= above:
         raise ValueError(f"{owner}: {name} must be greater than {above:g}, found {value!r}.")
+    if value > most:
+        raise ValueError(f"{owner}: {name} must be at most {most:g}, found {value!r}.")
 
 
 def check_count(owner: str, name: str, value: int, *, least: int) -> None:
@@ -128,8 +138,9 @@ class RollingWindow:
         return list(self._queue)
 
     @property
-    def last(self) -> float:
-        return self._queue[-1]
+    def ordered(self) -> list[float]:
+        """Smallest first; not to be changed."""
+        return self._ordered
 
     @property
     def median(self) -> float:

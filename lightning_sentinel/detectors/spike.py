@@ -6,10 +6,11 @@ descent), plus the median of their recent errors (negative in a descent).
 **Scale.** The larger of MAD and inter-decile range of the recent prediction errors, as a normal standard deviation, with a
 floor.
 
-**Band.** A value is out of band if its jump ``loss - expected`` passes three bounds: ``threshold`` times the scale; ``tail``
-times the largest standardised jump of the last ``tail_window`` steps that was no incident (so that a run with heavy tails sets its own
-measure); and a minimum, ``min_jump`` nats or ``min_relative`` of the expected value. One value out of band is an alarm; it is
-an incident at once if it passes ``gross``, ``gross_tail`` and ``gross_relative`` too, else when ``confirm`` values have been out of band.
+**Band.** A value is out of band if its jump ``loss - expected`` passes three bounds: ``threshold`` times the scale; the jump
+that this run's own tail would pass with probability ``tail`` (:meth:`Spike.tail_bound`; a run with heavy tails sets its own
+measure); and a minimum, ``min_jump`` nats or ``min_relative`` of the expected value. One value out of band is an alarm. It is
+an incident at once if it passes ``gross``, ``gross_tail`` and ``gross_relative`` too, else when ``confirm`` values have been
+out of band.
 
 Example:
     >>> from lightning_sentinel.record import StepRecord
@@ -24,7 +25,6 @@ Example:
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -34,6 +34,9 @@ from .base import mean_loss
 from .robust import RollingWindow, check_bound, check_count
 
 FAST = 5  # values in the short median
+# The tail of the accepted jumps: the part of them that counts as tail, the fewest, and Hill's index of a normal distribution
+# there with the number of values that it weighs as much as.
+TAIL_PART, TAIL_LEAST, TAIL_PRIOR, TAIL_PRIOR_WEIGHT = 0.02, 5, 0.15, 10
 
 
 @dataclass
@@ -60,16 +63,16 @@ class Spike:
 
     Args:
         threshold: Robust sigma above the expected value from which a value is out of band (an alarm).
-        tail: Multiple of the largest recent standardised jump that a value must pass to be out of band.
+        tail: Probability that a healthy step leaves the band, by the tail of this run's own accepted jumps.
         gross: Robust sigma from which one value alone is an incident.
-        gross_tail: Multiple of the largest recent standardised jump from which one value alone is an incident.
+        gross_tail: The same probability for one value alone being an incident.
         gross_relative: Smallest jump that one value alone can make an incident, as a fraction of the expected loss.
         min_jump: Smallest jump that counts, in nats.
         min_relative: Smallest jump that counts, as a fraction of the expected loss.
         confirm: Values out of band that make an incident.
         window: Prediction errors that the scale rests on.
         level_window: Accepted losses in the long median.
-        tail_window: Steps for which a large jump is remembered.
+        tail_window: Accepted jumps that the tail rests on.
         warmup: Accepted losses before the band applies; until then only an explosion is stated.
         explosion: Multiple of the losses so far that is an explosion during warm-up.
         scale_floor: Smallest scale, as a fraction of the expected loss.
@@ -80,16 +83,16 @@ class Spike:
     """
 
     threshold: float = 8.0
-    tail: float = 1.5
+    tail: float = 1e-3
     gross: float = 16.0
-    gross_tail: float = 6.0
+    gross_tail: float = 1e-6
     gross_relative: float = 0.2
     min_jump: float = 0.005
-    min_relative: float = 0.06
+    min_relative: float = 0.08
     confirm: int = 3
     window: int = 32
     level_window: int = 15
-    tail_window: int = 128
+    tail_window: int = 2048
     warmup: int = 20
     explosion: float = 2.5
     scale_floor: float = 0.002
@@ -101,16 +104,16 @@ class Spike:
 
     def __post_init__(self) -> None:
         check_bound("Spike", "threshold", self.threshold, above=0.0)
-        check_bound("Spike", "tail", self.tail, least=0.0)
+        check_bound("Spike", "tail", self.tail, above=0.0, most=1.0)
         check_bound("Spike", "gross", self.gross, least=self.threshold)
-        check_bound("Spike", "gross_tail", self.gross_tail, least=self.tail)
+        check_bound("Spike", "gross_tail", self.gross_tail, above=0.0, most=self.tail)
         check_bound("Spike", "gross_relative", self.gross_relative, least=0.0)
         check_bound("Spike", "min_jump", self.min_jump, least=0.0)
         check_bound("Spike", "min_relative", self.min_relative, least=0.0)
         check_count("Spike", "confirm", self.confirm, least=1)
         check_count("Spike", "window", self.window, least=16)
         check_count("Spike", "level_window", self.level_window, least=FAST)
-        check_count("Spike", "tail_window", self.tail_window, least=1)
+        check_count("Spike", "tail_window", self.tail_window, least=16)
         check_count("Spike", "warmup", self.warmup, least=5)
         check_bound("Spike", "explosion", self.explosion, above=1.0)
         check_bound("Spike", "scale_floor", self.scale_floor, above=0.0)
@@ -122,9 +125,8 @@ class Spike:
         self._fast = RollingWindow(FAST)
         self._lag = RollingWindow(FAST)  # loss - expected: how far the medians trail behind a descent
         self._errors = RollingWindow(self.window)  # the same without that lag
-        self._jumps: deque[tuple[int, float]] = deque()  # (row, standardised jump), both falling: a sliding maximum
+        self._jumps = RollingWindow(self.tail_window)  # standardised jumps of steps that were no incident
         self._recent = RollingWindow(self.shift_after)  # newest losses of an open spike
-        self._row = 0
         self._accepted = 0
         self._open: _Open | None = None
 
@@ -138,10 +140,21 @@ class Spike:
         floor = max(self.scale_floor * abs(center), 1e-12)
         return center, max(self._errors.sigma, floor) if len(self._errors) >= FAST else floor
 
-    @property
-    def largest_jump(self) -> float:
-        """Largest standardised jump of the last ``tail_window`` steps that was no incident, in robust sigma."""
-        return self._jumps[0][1] if self._jumps else 0.0
+    def tail_bound(self, probability: float) -> float:
+        """Standardised jump that a healthy step passes with this probability, in robust sigma.
+
+        Extrapolates the largest accepted jumps as a power law: ``x_k (k / (n p))^xi``, with ``xi`` Hill's (1975) mean log excess of
+        the ``k`` largest over the k-th, shrunk towards that of a normal distribution while there are few.
+        """
+        ordered = self._jumps.ordered
+        n = len(ordered)
+        k = max(TAIL_LEAST, int(TAIL_PART * n))
+        if n <= k or ordered[-k - 1] <= 0:
+            return 0.0
+        anchor = ordered[-k - 1]
+        excess = sum(math.log(jump / anchor) for jump in ordered[-k:])
+        xi = (excess + TAIL_PRIOR_WEIGHT * TAIL_PRIOR) / (k + TAIL_PRIOR_WEIGHT)
+        return float(anchor * max(1.0, k / (n * probability)) ** xi)
 
     def _least_jump(self, center: float) -> float:
         return max(self.min_jump, self.min_relative * abs(center))
@@ -157,14 +170,15 @@ class Spike:
         loss = mean_loss(record)
         if not math.isfinite(loss):
             return []
-        self._row += 1
         if self._open is not None:
             return self._follow(record, loss, self._open)
         center, scale = self.expected()
         if self._accepted < self.warmup:
             return self._cold(record, loss, center, scale)
         jump = loss - center
-        band = max(max(self.threshold, self.tail * self.largest_jump) * scale, self._least_jump(center))
+        band = max(self.threshold * scale, self._least_jump(center))
+        if jump >= band:  # rarely: the tail costs more than the rest
+            band = max(band, self.tail_bound(self.tail) * scale)
         if jump < band:
             self._accept(loss, center, scale)
             return []
@@ -177,21 +191,10 @@ class Spike:
                 self._errors.push(error - self._lag.median)
             self._lag.push(error)
             if self._accepted >= self.warmup and self._open is None:
-                self._remember(error / scale)
+                self._jumps.push(error / scale)
         self._level.push(loss)
         self._fast.push(loss)
         self._accepted += 1
-
-    def _remember(self, jump: float) -> None:
-        """Keep the sliding maximum of standardised jumps: only those that no later one tops."""
-        jumps = self._jumps
-        if jumps and jumps[0][0] <= self._row - self.tail_window:
-            jumps.popleft()
-        if jump <= 1.0:
-            return
-        while jumps and jumps[-1][1] <= jump:
-            jumps.pop()
-        jumps.append((self._row, jump))
 
     def _cold(self, record: StepRecord, loss: float, center: float, scale: float) -> list[Finding]:
         """Too little history for a band: only a multiple of everything seen so far is stated."""
@@ -227,7 +230,7 @@ class Spike:
     def _begin(self, record: StepRecord, loss: float, center: float, scale: float, band: float) -> Finding:
         jump = loss - center
         incident = jump >= max(
-            self.gross, self.gross_tail * self.largest_jump
+            self.gross, self.tail_bound(self.gross_tail)
         ) * scale and jump >= self.gross_relative * abs(center)
         self._start(record, loss, center, scale, band, incident)
         return self._jumped(record, loss, center, scale, band)
@@ -245,8 +248,8 @@ class Spike:
             life="open",
             message=f"Loss {loss:.4f} at step {record.step} is {jump:.4f} nats or {jump / scale:.1f} robust sigma above the"
             f" expected {center:.4f} (sigma {scale:.4f} from {len(self._errors)} steps; the limit {band:.4f} is the largest of"
-            f" {self.threshold:g} sigma, {self.tail:g} times the largest recent jump of {self.largest_jump:.1f} sigma, and"
-            f" {self._least_jump(center):.4f} nats).",
+            f" {self.threshold:g} sigma, the {self.tail_bound(self.tail):.1f} sigma that this run's tail passes once in"
+            f" {1 / self.tail:,.0f} steps, and {self._least_jump(center):.4f} nats).",
         )
 
     # -- the life of an open spike -------------------------------------------------------------------------------
@@ -299,7 +302,7 @@ class Spike:
     def _recovered(self, record: StepRecord, spike: _Open) -> list[Finding]:
         self._open = None
         if not spike.incident:  # this run does that: the next one has to be larger
-            self._remember((spike.peak - spike.level) / spike.scale)
+            self._jumps.push((spike.peak - spike.level) / spike.scale)
         return [self._ended(record, spike)]
 
     def _settle(self) -> None:
@@ -400,8 +403,7 @@ class Spike:
             "lag": self._lag.state_dict(),
             "errors": self._errors.state_dict(),
             "recent": self._recent.state_dict(),
-            "jumps": [list(j) for j in self._jumps],
-            "row": self._row,
+            "jumps": self._jumps.state_dict(),
             "accepted": self._accepted,
             "open": None if self._open is None else dict(vars(self._open)),
         }
@@ -412,7 +414,6 @@ class Spike:
         self._lag.load_state_dict(state["lag"])
         self._errors.load_state_dict(state["errors"])
         self._recent.load_state_dict(state["recent"])
-        self._jumps = deque((int(row), float(jump)) for row, jump in state["jumps"])
-        self._row = int(state["row"])
+        self._jumps.load_state_dict(state["jumps"])
         self._accepted = int(state["accepted"])
         self._open = None if state["open"] is None else _Open(**state["open"])
