@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 
 from ..context import RunContext, context_of
+from ..data.quarantine import FILE_NAME, QuarantineLedger
 from ..detectors.base import Detector
 from ..incidents import Finding
 from ..record import StepRecord
@@ -27,6 +28,15 @@ def gather_objects(trainer: Trainer, mine: list[Any]) -> list[Any]:
     gathered: list[Any] = [None] * trainer.world_size
     torch.distributed.all_gather_object(gathered, mine)
     return [item for part in gathered for item in part]
+
+
+def ledger_of(trainer: Trainer) -> QuarantineLedger:
+    """The run's quarantine ledger, opened in the run folder on first use (in memory only where there is none)."""
+    context = context_of(trainer)
+    if context.ledger is None:
+        path = None if context.run_dir is None else context.run_dir / FILE_NAME
+        context.ledger = QuarantineLedger(path, write=trainer.is_global_zero)
+    return context.ledger
 
 
 class SentinelCallback(Callback):

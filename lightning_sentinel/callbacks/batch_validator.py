@@ -15,10 +15,9 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
 from ..data.identity import IGNORE_INDEX, Part, SampleIdFn, has_own_ids, is_integer, parts, sample_ids
-from ..data.quarantine import FILE_NAME, QuarantineLedger
 from ..data.seen import SeenSamples
 from ..incidents import Finding, FindingKind, Severity
-from .base import SentinelCallback
+from .base import SentinelCallback, ledger_of
 
 NAMED = 8  # samples written out in a message
 
@@ -118,9 +117,7 @@ class BatchValidator(SentinelCallback):
     # -- hooks -------------------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        context = self.context(trainer)
-        if context.ledger is None and context.run_dir is not None:
-            context.ledger = QuarantineLedger(context.run_dir / FILE_NAME, write=trainer.is_global_zero)
+        ledger_of(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # who was quarantined in an earlier run of this folder, or by a person since, is not drawn

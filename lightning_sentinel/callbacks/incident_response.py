@@ -13,12 +13,11 @@ from torch.optim import Optimizer
 
 from .. import recovery
 from ..actuator import Actuator
-from ..data.quarantine import QuarantineLedger
 from ..incidents import Action, Finding, FindingKind, Incident, Severity, Verdict, VerdictKind
 from ..policy import NEEDS_ROLLBACK, REPORT_ONLY, Choice, Policy, Situation, case_of
 from ..record import StepRecord
 from ..recovery import IncidentWatch
-from .base import SentinelCallback, find_callback, gather_objects
+from .base import SentinelCallback, find_callback, gather_objects, ledger_of
 from .batch_validator import BatchValidator
 from .forensic_checkpoint import ForensicCheckpoint
 from .rank_telemetry import RankTelemetry
@@ -467,12 +466,12 @@ class IncidentResponse(SentinelCallback):
             self.actuator.restore_schedule(trainer, {"schedulers": clean.schedulers, "rates": rates})
 
     def _quarantine(self, trainer: Trainer, incident: Incident, names: Sequence[str], reason: str, step: int) -> None:
-        context = self.context(trainer)
-        if context.ledger is None:
-            context.ledger = QuarantineLedger()
-        context.ledger.add(names, step=step, incident=incident.number, policy=self.policy.mode, reason=reason)
+        ledger = ledger_of(trainer)
+        ledger.add(names, step=step, incident=incident.number, policy=self.policy.mode, reason=reason)
         self._announce_exclusion(trainer, incident, names, reason)
-        context.ledger.apply(_loaders(trainer))
+        for problem in ledger.apply(_loaders(trainer)):
+            self.context(trainer).write(trainer, "quarantine.refused", reason=problem)
+            log.warning("incident %d: %s", incident.number, problem)
 
     def _announce_exclusion(self, trainer: Trainer, incident: Incident, names: Sequence[str], reason: str) -> None:
         if names:

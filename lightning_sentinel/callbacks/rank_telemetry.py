@@ -192,7 +192,9 @@ class RankTelemetry(SentinelCallback):
             tokens, supervised = token_count(batch), supervised_token_count(batch)
         self._tokens.append(tokens)
         self._supervised.append(supervised)
-        self._ids.extend(sample_ids(batch, self.sample_id_fn))
+        # The validator has named them already, and before it took bad samples out (a content hash would differ after).
+        named = context.scratch.get("sample_ids")
+        self._ids = list(named) if named is not None else [*self._ids, *sample_ids(batch, self.sample_id_fn)]
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         value = loss.detach().float()
