@@ -6,6 +6,7 @@ original objects go back afterwards. Nothing is copied back value by value, so n
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -22,7 +23,7 @@ from . import _private
 
 REPLAYING = "replaying"  # in context.scratch while a replay runs: hooks of the suite look away
 
-_KEPT = ("_modules", "_parameters", "_buffers")
+_SHALLOW = ("_modules", "_parameters")  # the entries are shared, the dict itself is the sandbox's own
 
 
 class StepReachedError(Exception):
@@ -57,7 +58,9 @@ def _swap_module(
     """Replace what a forward may change in one submodule. ``copies`` keeps tensors shared between modules shared."""
     state = module.__dict__
     for key, value in list(state.items()):
-        if key not in _KEPT:
+        if key in _SHALLOW:
+            state[key] = copy.copy(value)
+        elif key != "_buffers":
             state[key] = _copy_of(value)
     state["_buffers"] = {
         name: None if b is None else copies.setdefault(id(b), buffers.get(prefix + name, b).detach().clone())

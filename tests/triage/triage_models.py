@@ -41,6 +41,8 @@ class Mixer(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.wide = kind, nn.Linear(16, 16)
+        if kind == "fp16 overflow":
+            nn.init.constant_(self.wide.weight[:, :3], 8.0)
 
     def forward(self, h: Tensor, trigger: Tensor) -> Tensor:
         match self.kind:
@@ -60,7 +62,7 @@ class Mixer(nn.Module):
                 h = torch.where(mask[..., :1], 0.0, h).flatten(1)
             case "decay":
                 h = _decay(h, -torch.arange(1.0, 17.0) * (1 + 30 * trigger))
-        return self.wide(h * (1 + 3e4 * trigger) if self.kind == "fp16 overflow" else h)
+        return self.wide(h * (1 + 1.5e4 * trigger) if self.kind == "fp16 overflow" else h)
 
 
 def _decay(h: Tensor, log_decay: Tensor) -> Tensor:
@@ -103,8 +105,8 @@ class Net(L.LightningModule):
         self.running += 1
         self.mean.update(y.mean())
         self.seen.append(batch_idx)
-        self.log("mean", self.mean, on_step=False, on_epoch=True)
-        self.log("loss", loss.nan_to_num(), on_step=True, on_epoch=True)
+        self.log("mean", self.mean, on_step=False, on_epoch=True, batch_size=len(y))
+        self.log("loss", loss.nan_to_num(), on_step=True, on_epoch=True, batch_size=len(y))
         if self.automatic_optimization:
             return loss
         optimizer = self.optimizers()

@@ -1,0 +1,172 @@
+"""The first non-finite value is named: operator, module, phase, sample, micro-batch; or what brought it in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from triage_models import BAD_STEP, Gate, Net, fingerprint, fit
+
+from lightning_sentinel import NonFiniteTracer, RankTelemetry
+from lightning_sentinel.context import context_of
+from lightning_sentinel.triage.nonfinite import trace_nonfinite
+
+# kind of fault: options of the fit, operator, phase, what must stand in the sentence
+FAULTS: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "square root": ("root", {}, "aten.sqrt.default", "forward"),
+    "square root, accumulation": ("root", {"accumulate_grad_batches": 3}, "aten.sqrt.default", "forward"),
+    "square root, manual": ("root", {"manual": True}, "aten.sqrt.default", "forward"),
+    "where branch": ("where", {}, "aten.div.Tensor", "backward, SqrtBackward0"),
+    "masked row": ("masked row", {}, "aten._softmax.default", "forward"),
+    "kernel": ("kernel", {}, "aten.scalar_tensor.default", "backward, NanBackwardBackward"),
+    "decay": ("decay", {}, "aten.exp.default", "forward"),
+    "fp16": ("fp16 overflow", {"fp16": True}, "aten.addmm.default", "forward"),
+    "fp16, manual": ("fp16 overflow", {"fp16": True, "manual": True}, "aten.addmm.default", "forward"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_origin_is_named_and_the_trace_leaves_no_trace(name: str) -> None:
+    kind, options, operator, phase = FAULTS[name]
+    options = dict(options)
+    manual, accumulate = options.pop("manual", False), options.get("accumulate_grad_batches", 1)
+    prints = []
+    for tracing in (False, True):
+        module, gate = Net(kind, manual), Gate(trace_nonfinite if tracing else None)
+        prints.append(fingerprint(fit(module, [gate], kind=kind, **options), module))
+    assert prints[0] == prints[1]
+    report = gate.results[0]
+    assert report.step == BAD_STEP
+    guilty = "blocks.1.mixer.wide" if kind == "fp16 overflow" else "blocks.1.mixer"
+    assert (report.kind, report.name, report.module, report.phase) == ("operator", operator, guilty, phase)
+    assert report.samples == (f"s{BAD_STEP * accumulate * 4 + 2}",)
+    assert (report.rank, report.ranks, report.micro_batch) == (0, (0,), 0)
+    assert report.value is not None
+    assert report.value["nonfinite"] >= 1
+
+
+def test_the_range_that_overflowed_is_evidence() -> None:
+    gate = Gate(trace_nonfinite)
+    fit(Net("decay"), [gate], kind="decay")
+    [report] = gate.results
+    assert report.inputs[0]["nonfinite"] == 0
+    assert report.inputs[0]["finite_max"] == pytest.approx(465.0)  # 31 x 15 nats of decay against the mask
+    assert report.line.startswith("_decay:")
+
+
+@pytest.mark.parametrize(("what", "kind"), [("parameter", "parameter"), ("buffer", "buffer"), ("batch", "batch")])
+def test_values_that_were_given_to_the_step_are_told_from_made_ones(what: str, kind: str) -> None:
+    class Spoil(Gate):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2 and what == "batch":
+                batch["x"][1, 0] = float("nan")
+            elif batch_idx == 2 and what == "parameter":
+                pl_module.head.weight.data[0, 3] = float("inf")
+            elif batch_idx == 2:
+                pl_module.blocks[0].norm.running_var[3] = float("nan")
+                pl_module.blocks[0].norm.eval()
+
+    gate = Spoil(trace_nonfinite)
+    fit(Net(), [gate], steps=3)
+    report = gate.results[0]
+    names = {"parameter": "head.weight", "buffer": "blocks.0.norm.running_var", "batch": "x"}
+    assert (report.step, report.kind, report.name) == (2, kind, names[what])
+    assert report.samples == (("s9",) if what == "batch" else ())
+    assert report.reproduced
+
+
+class Once(Gate):
+    """A module whose output is not finite in one forward and never again."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_start(trainer, pl_module)
+        self.fired = 0
+
+        def hook(module: Any, args: Any, output: Any) -> Any:
+            if trainer.global_step == BAD_STEP and not self.fired:
+                self.fired += 1
+                return output / torch.zeros_like(output)
+            return output
+
+        pl_module.blocks[2].mixer.register_forward_hook(hook)
+
+
+def test_a_value_that_does_not_come_again_is_named_by_the_boundaries() -> None:
+    gate, tracer = Once(trace_nonfinite), NonFiniteTracer()
+    fit(Net(), [tracer, gate])  # the fault's hook is registered after the tracer's
+    assert gate.fired == 1
+    report = gate.results[0]
+    assert (report.kind, report.reproduced) == ("not_reproduced", False)
+    assert (report.module, report.rank, report.step) == ("blocks.2.mixer", 0, BAD_STEP)
+
+
+def test_without_boundaries_the_rank_is_still_known() -> None:
+    gate = Once(trace_nonfinite)
+    fit(Net(), [gate])
+    assert (gate.results[0].kind, gate.results[0].module, gate.results[0].ranks) == ("not_reproduced", "", (0,))
+
+
+def test_flags_change_nothing_in_a_healthy_run() -> None:
+    prints = []
+    for callbacks in ([], [NonFiniteTracer()]):
+        module = Net()
+        prints.append(fingerprint(fit(module, [*callbacks, Gate()]), module))
+    assert prints[0] == prints[1]
+
+
+def test_alone_with_telemetry_the_tracer_traces_by_itself() -> None:
+    module, tracer = Net("root"), NonFiniteTracer()
+    trainer = fit(module, [tracer, RankTelemetry()], kind="root", steps=4)
+    assert [(r.step, r.module, r.samples) for r in tracer.reports] == [(BAD_STEP, "blocks.1.mixer", ("s14",))]
+    assert context_of(trainer).record.has_nonfinite
+
+
+def test_behind_telemetry_it_traces_as_well() -> None:
+    tracer = NonFiniteTracer()
+    fit(Net("root"), [RankTelemetry(), tracer], kind="root", steps=4)
+    assert [r.module for r in tracer.reports] == ["blocks.1.mixer"]
+
+
+def test_anomaly_mode_gives_the_forward_lines_of_a_backward() -> None:
+    tracer = NonFiniteTracer(anomaly=True)
+    fit(Net("where"), [tracer, RankTelemetry()], kind="where", steps=4)
+    [report] = tracer.reports
+    assert report.module == "blocks.1.mixer"
+    assert any("z.sqrt()" in line for line in report.origin.traceback)
+
+
+def test_state_that_is_not_finite_is_found_before_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
+    class Spoilt(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head.weight.data[0, 1] = float("nan")
+            self.register_buffer("mask", torch.full((2, 2), float("-inf")))  # intended
+
+    found: list[Any] = []
+
+    class Look(Gate):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            found.extend(context_of(trainer).scratch["start_findings"])
+            super().on_before_optimizer_step(trainer, pl_module, optimizer)
+
+    with caplog.at_level("WARNING", logger="lightning_sentinel"):
+        fit(Spoilt(), [NonFiniteTracer(), Look()], steps=1)
+    [finding] = found
+    assert finding.culprits == ("parameter:head.weight",)
+    message = "The parameter head.weight holds 1 non-finite of 16 values before the first step; expected none."
+    assert finding.message.startswith(message)
+    assert message in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"boundaries": "layers.*"}, r"boundaries is 'layers.\*', expected 'auto' or a list of module path patterns"),
+        ({"every_n": 0}, "every_n is 0, expected 1 or more"),
+        ({"max_traces": -1}, "max_traces is -1, expected 0 or more"),
+    ],
+)
+def test_options_out_of_bounds(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NonFiniteTracer(**options)
