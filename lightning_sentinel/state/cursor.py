@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import Trainer
 
+from ..data.identity import batch_size, sample_ids
 from . import lightning_private as private
 from .tree import clone
 
@@ -101,9 +102,55 @@ def restore_cursor(trainer: Trainer, cursor: dict[str, Any], ledger: QuarantineL
     if hasattr(fetcher, "batches"):
         fetcher.batches = clone(cursor["batches"])
     fetcher.fetched, fetcher.done = cursor["fetched"], cursor["done"]
+    if ledger is not None and ledger.active and getattr(fetcher, "batches", []):
+        _drop_excluded(fetcher, iterator, loaders, ledger.active)
     for name, generator in _generators(trainer).items():
         if name in cursor["generators"]:
             generator.set_state(cursor["generators"][name])
+
+
+def _drop_excluded(fetcher: Any, iterator: Any, loaders: list[Any], excluded: frozenset[str]) -> None:
+    """Take excluded samples out of batches that Lightning had fetched ahead, before they were excluded.
+
+    A batch that is left empty is replaced by the next one; one that keeps some samples stays, smaller.
+    """
+    sources = [str(s) for loader in loaders for s in getattr(loader, "sources", ())]
+    kept = []
+    for fetched, *place in fetcher.batches:
+        rows = _rows_left(fetched, sources, excluded)
+        if rows is None:
+            kept.append((fetched, *place))
+        elif rows:
+            kept.append((select_rows(fetched, rows, batch_size(fetched)), *place))
+    dropped = len(fetcher.batches) - len(kept)
+    fetcher.batches = kept
+    fetcher.fetched -= dropped
+    iterator._idx -= dropped
+    for _ in range(dropped):
+        private.fetch_ahead(fetcher)
+
+
+def _rows_left(batch: Any, sources: list[str], excluded: frozenset[str]) -> list[int] | None:
+    """Rows of a batch that are not excluded; None if all are left."""
+    named = [f"sample:{i}" in excluded for i in sample_ids(batch)]
+    source = batch.get("source") if isinstance(batch, dict) else None
+    if isinstance(source, torch.Tensor) and sources and len(source) == len(named):
+        gone = {i for i, name in enumerate(sources) if f"source:{name}" in excluded}
+        named = [out or int(i) in gone for out, i in zip(named, source.tolist(), strict=True)]
+    return [i for i, out in enumerate(named) if not out] if any(named) else None
+
+
+def select_rows(batch: Any, rows: list[int], size: int) -> Any:
+    """The same batch with only these rows; whatever is not ``size`` long stays as it is."""
+    if isinstance(batch, torch.Tensor):
+        return batch[rows] if batch.dim() and batch.shape[0] == size else batch
+    if isinstance(batch, dict):
+        return {key: select_rows(value, rows, size) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        if len(batch) == size and not any(isinstance(x, torch.Tensor | list | tuple | dict) for x in batch):
+            return type(batch)(batch[i] for i in rows)
+        return type(batch)(select_rows(value, rows, size) for value in batch)
+    return batch
 
 
 def _generators(trainer: Trainer) -> dict[str, torch.Generator]:

@@ -275,6 +275,14 @@ def iterate_without_prefetch(fetcher: _DataFetcher) -> None:
     _DataFetcher.__iter__(fetcher)
 
 
+def fetch_ahead(fetcher: Any) -> None:
+    """Draw one batch ahead, as the prefetching fetcher does after handing one out."""
+    try:
+        fetcher.batches.append(_DataFetcher.__next__(fetcher))
+    except StopIteration:
+        fetcher.done = not fetcher.batches
+
+
 def uses_dataloader_iter(trainer: Trainer) -> bool:
     return isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
 
