@@ -275,8 +275,9 @@ def run_verify(options: argparse.Namespace) -> int:
     from .checkpoint.store import CheckpointStore
 
     path: Path = options.path
-    if (path / MANIFEST).exists():
-        store, paths = CheckpointStore(path.parent), [path]
+    beside = CheckpointStore(path.parent)
+    if (path / MANIFEST).exists() or path in beside.paths():  # the latter: one that has lost its manifest
+        store, paths = beside, [path]
     else:
         store = CheckpointStore(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
         paths = store.paths()

@@ -1,0 +1,234 @@
+"""The command line: what it prints, its exit codes, and its errors on one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from report_journals import MadeRun, fp16_run, parade
+
+from lightning_sentinel import __version__
+from lightning_sentinel.checkpoint.store import CheckpointStore
+from lightning_sentinel.cli import build_parser, config_options, event_line, main, step_line
+
+
+@pytest.fixture(scope="module")
+def parade_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("parade")
+    parade(folder)
+    return folder
+
+
+def test_report_remakes_everything(parade_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(parade_dir), "--out", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "The run finished; 4 incidents: 4 recovered.",
+        "Next: Review 2 quarantined names; training needs nothing.",
+        "  #1 step 120: spike; data, sample:prose/00000078/0; skip_step; recovered",
+        "  #2 step 140: nonfinite_loss; infrastructure, module:layers.2.mixer, rank:0; retry_step; recovered",
+        "  #3 step 195: spike; optimization, optimizer:lr; rollback_replay; recovered",
+        "  #4 step 299: level_shift; data, source:code; rollback_skip; recovered",
+        f"{tmp_path}/loss.png",
+        f"{tmp_path}/report.html",
+        f"{tmp_path}/summary.json",
+    ]
+    assert main(["report", str(parade_dir), "--out", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "summary.json").read_text())
+    assert main(["report", str(parade_dir), "--out", str(tmp_path), "--quiet"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_errors_are_one_line_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, said in {
+        ("report", f"{tmp_path}/none"): (
+            f"lightning-sentinel: No journal in {tmp_path}/none: expected {tmp_path}/none/journal/rank-00000.jsonl."
+            " Give the run folder that RunJournal wrote."
+        ),
+        ("watch", f"{tmp_path}/none", "--once"): (
+            f"lightning-sentinel: No journal in {tmp_path}/none. Give the run folder that RunJournal writes."
+        ),
+        ("watch", str(tmp_path), "--interval", "0"): (
+            "lightning-sentinel: --interval must be greater than 0 seconds, got 0."
+        ),
+        ("verify", str(tmp_path)): (
+            f"lightning-sentinel: No checkpoint in {tmp_path}. Give a run folder that has checkpoints/, or one checkpoint's"
+            " folder."
+        ),
+        ("quarantine", "list", f"{tmp_path}/none"): (
+            f"lightning-sentinel: {tmp_path}/none is not a folder. Give the run folder."
+        ),
+        ("quarantine", "revert", str(tmp_path), "sample:a", "--reason", "why"): (
+            "lightning-sentinel: sample:a is not quarantined. See `lightning-sentinel quarantine list "
+            + f"{tmp_path}`."
+        ),
+    }.items():
+        assert main(arguments) == 2
+        assert capsys.readouterr().err == said + "\n"
+
+
+def test_a_place_that_cannot_be_written_to_is_an_error(
+    parade_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["report", str(parade_dir), "--out", str(tmp_path / "file"), "--quiet"]) == 2
+    assert capsys.readouterr().err == (
+        f"lightning-sentinel: The report cannot be written to {tmp_path}/file: File exists."
+        " Give --out a folder that can be.\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["report", "watch", "verify", "config", "quarantine list", "quarantine add"])
+def test_every_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([*command.split(), "--help"])
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    assert f"example:\n  lightning-sentinel {command}" in out
+    assert "--json" in out
+
+
+def test_only_commands_that_exist_are_offered(capsys: pytest.CaptureFixture[str]) -> None:
+    text = build_parser().format_help()
+    assert "scan" in text
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert (stop.value.code, capsys.readouterr().out) == (0, f"lightning-sentinel {__version__}\n")
+    with pytest.raises(SystemExit) as stop:
+        main(["scann", "x"])
+    assert stop.value.code == 2
+
+
+def test_watch_prints_events_and_its_exit_code_is_the_runs_end(
+    parade_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["watch", str(parade_dir)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("incident.opened" in line for line in lines) == 4
+    assert any(line.endswith("#1 open: the loss is 4.1 nats above its band") for line in lines)
+    assert lines[-1].startswith("step 399  410k tokens  loss ")
+    assert all(len(line) <= 160 for line in lines)
+    fp16_run(tmp_path)
+    assert main(["watch", str(tmp_path), "--json"]) == 1
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (events[0]["event"], events[-1]["event"], events[-1]["status"]) == ("run.started", "run.ended", "failed")
+
+
+def test_watch_follows_a_run_that_is_still_being_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = MadeRun(tmp_path)
+
+    def write() -> None:
+        time.sleep(0.3)
+        run.begin()
+        run.run(3)
+        time.sleep(0.2)
+        run.end()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert main(["watch", str(tmp_path), "--interval", "0.05"]) == 0
+    writer.join()
+    out = capsys.readouterr().out
+    assert [line.split()[3] for line in out.splitlines()[:-1]] == ["run.started", "run.ended"]
+
+
+def test_lines_are_short_and_say_what_matters() -> None:
+    step = {
+        "event": "step", "step": 1200, "tokens": 983_040, "attempt": 2, "loss": 2.594, "loss_min": 2.0, "loss_max": 40.0,
+        "worst_rank": 41, "grad_norm": "inf",
+    }  # fmt: skip
+    assert step_line(step) == "step 1,200  983k tokens  loss 2.5940 (rank 41: 40.0000)  grad inf  pass 2"
+    event = {"event": "action.rollback", "time": 0.0, "step": 7, "replayed": [*"abcd"], "to_step": 3}
+    assert event_line(event)[8:] == "  step       7  action.rollback      replayed=[a, b, c, ...]  to_step=3"
+
+
+def test_the_ledger_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(tmp_path)
+    assert main(["quarantine", "add", run, "sample:a", "source:code", "--reason", "a table"]) == 0
+    assert capsys.readouterr().out == "quarantined: sample:a, source:code\n"
+    assert main(["quarantine", "add", run, "sample:a", "--reason", "again"]) == 0
+    assert capsys.readouterr().out == "quarantined: nothing new\n"
+    assert main(["quarantine", "revert", run, "sample:a", "--reason", "harmless"]) == 0
+    assert capsys.readouterr().out == "taken back: sample:a\n"
+    assert main(["quarantine", "list", run]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "added     sample:a  by hand  a table",
+        "added     source:code  by hand  a table",
+        "reverted  sample:a  by hand  harmless",
+        "1 quarantined.",
+    ]
+    assert main(["quarantine", "list", run, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["active"] == ["source:code"]
+    assert main(["quarantine", "add", run, "no-prefix", "--reason", "x"]) == 2
+    assert "sample:" in capsys.readouterr().err
+
+
+def save(store: CheckpointStore, step: int) -> Path:
+    """A checkpoint of one rank with a few bytes in each file."""
+    pending = store.begin(step)
+    for name in ("model.pt", "rank-00000.pt"):
+        pending.write_bytes(name, b"x" * 100)
+    return store.publish(pending, step=step, tokens=step).path
+
+
+def test_verify_names_the_damage_and_the_checkpoint_to_resume_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    first, second, third = (save(store, step) for step in (10, 20, 30))
+    assert main(["verify", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"Resume from: {third} (a candidate: nothing here has passed probation)"
+    )
+    store.promote(first)
+    store.promote(second)
+    assert main(["verify", str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["resume_from"], told["known_good"]) == (str(second), True)
+    assert [c["status"] for c in told["checkpoints"]] == ["known_good", "known_good", "candidate"]
+    (second / "model.pt").write_bytes(b"x" * 99 + b"y")
+    assert main(["verify", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"whole    known_good  {first}"
+    assert lines[1] == f"damaged  known_good  {second}"
+    assert "model.pt" in lines[2]
+    assert lines[-1] == f"Resume from: {first}"
+    assert main(["verify", str(first)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"Resume from: {first}"
+    (first / "manifest.json").unlink()
+    assert main(["verify", str(first)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"damaged  unreadable  {first}"
+    assert lines[-1] == "Resume from: none of them."
+
+
+def test_config_lists_every_option_with_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = list(config_options())
+    assert all(row["meaning"] for row in rows)
+    assert all(row["type"] for row in rows)
+    assert main(["config", "run_journal"]) == 0
+    assert (
+        "  callbacks.run_journal.step_interval=1  int\n      Journal every Nth step's signals; 0: none."
+        in capsys.readouterr().out
+    )
+    assert main(["config", "run_jurnal", "--json"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "lightning-sentinel: No callback 'run_jurnal' in the configuration; there are: batch_validator,"
+    )
+    assert main(["config", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(rows))
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    import subprocess
+    import sys
+
+    program = shutil.which("head")
+    assert program is not None
+    command = f"{sys.executable} -m lightning_sentinel.cli config | {program} -1"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, timeout=120)
+    assert (done.stderr, done.returncode) == ("", 0)
