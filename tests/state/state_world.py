@@ -107,6 +107,8 @@ class Net(L.LightningModule):
         self.extra = state["extra"]
 
     def parts(self, batch: Any) -> list[Batch]:
+        if "sample_id" in batch:
+            return [(batch["x"], batch["y"], torch.tensor([int(i.split("/")[1]) for i in batch["sample_id"]]))]
         if isinstance(batch, dict):
             return [b for b in batch.values() if b is not None]
         return [batch]
