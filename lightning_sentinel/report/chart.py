@@ -132,7 +132,9 @@ def build_chart(run: RunData, summary: Mapping[str, Any], *, points: int = 1500)
     abandoned_masks = _abandoned(steps)
     abandoned = [thin(tokens[m], loss[m], points) for m in abandoned_masks]
     scale = steps["loss_scale"]
-    measured = live & np.isfinite(steps["update_norm"])
+    # Between two measurements the newest is repeated.
+    update = steps["update_norm"]
+    measured = live & np.isfinite(update) & (update != np.concatenate([[np.nan], update[:-1]]))
     limits, log_loss, clipped = loss_limits(steps)
     span = (float(tokens.min()), float(tokens.max())) if len(steps) else (0.0, 1.0)
     return Chart(
@@ -435,11 +437,12 @@ def place(boxes: Sequence[tuple[float, float]], rows: int, gap: float = 6.0) -> 
 
 @dataclass(frozen=True)
 class LaneRow:
-    """A mark with its row within the lane; without ``labelled`` there was no room for its words."""
+    """A mark with its row in the lane; without ``labelled`` there is no room for its words, ``flipped`` puts them left."""
 
     mark: Mark
     row: int
     labelled: bool
+    flipped: bool = False
 
 
 def lay_out(
@@ -454,6 +457,7 @@ def lay_out(
     marks: list[Mark] = []
     boxes: list[tuple[float, float]] = []
     points: list[LaneRow] = []
+    flips: list[bool] = []
     newest: dict[str, float] = {}
     for mark in chart.marks:
         if mark.lane != lane:
@@ -470,9 +474,13 @@ def lay_out(
             8 + character * len(mark.label) if lane != "incident" else 0.0
         )  # an incident's number stands in its disc
         marks.append(mark)
-        boxes.append((begin - 7, end + 7 + words))
+        # At the right edge the words stand on the left of their mark.
+        flips.append(end + 7 + words > width + 20)
+        boxes.append((begin - 7 - words, end + 7) if flips[-1] else (begin - 7, end + 7 + words))
     placed = place(boxes, rows)
-    laid = [LaneRow(mark, row or 0, row is not None) for mark, row in zip(marks, placed, strict=True)]
+    laid = [
+        LaneRow(mark, row or 0, row is not None, flip) for mark, row, flip in zip(marks, placed, flips, strict=True)
+    ]
     return [*points, *laid], max((row or 0 for row in placed), default=0) + 1
 
 

@@ -250,6 +250,7 @@ def _strip(ax: Axes, laid: Mapping[str, tuple[list[LaneRow], int]]) -> None:
 
 def _mark(ax: Axes, item: LaneRow, y: float) -> None:
     mark = item.mark
+    left = mark.x if mark.end is None else min(mark.x, mark.end)
     right = mark.x
     if mark.kind == "rollback" and mark.end is not None:
         ax.annotate(
@@ -275,9 +276,10 @@ def _mark(ax: Axes, item: LaneRow, y: float) -> None:
     if item.labelled and mark.lane != "incident":
         ax.annotate(
             mark.label,
-            xy=(right, y),
-            xytext=(7, -0.5),
+            xy=(left if item.flipped else right, y),
+            xytext=(-7 if item.flipped else 7, -0.5),
             textcoords="offset points",
+            ha="right" if item.flipped else "left",
             va="center",
             fontsize=7.5,
             color="#222222",

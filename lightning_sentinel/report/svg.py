@@ -266,7 +266,12 @@ def _mark_svg(item: LaneRow, axis: _Axis, y: float) -> str:
         if right > x:
             bar = f'x="{x:.1f}" y="{y - 3:.1f}" width="{right - x:.1f}" height="6"'
             shape = f'<rect class="fill span {css}" {bar}/>{shape}'
-    if item.labelled:
+    if item.labelled and item.flipped:
+        left = x if mark.end is None else min(x, axis.x(mark.end))
+        shape += (
+            f'<text class="label" text-anchor="end" x="{left - 10:.1f}" y="{y + 4:.1f}">{escape(mark.label)}</text>'
+        )
+    elif item.labelled:
         shape += f'<text class="label" x="{right + 10:.1f}" y="{y + 4:.1f}">{escape(mark.label)}</text>'
     return shape
 

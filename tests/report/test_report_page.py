@@ -118,6 +118,20 @@ def test_one_bad_rank_is_drawn_as_itself(tmp_path: Path) -> None:
     assert heat.worst[0][0] == 41
 
 
+def test_words_at_the_right_edge_stand_on_the_left_of_their_mark(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.run(99)
+    run.write("fault.injected", name="out_of_range_token", fired=1)
+    run.run(1)
+    run.end()
+    data = load_run(tmp_path)
+    chart = build_chart(data, summarise(data))
+    ((item,), rows) = lay_out(chart, "fault", 1000)
+    assert (item.mark.label, item.labelled, item.flipped, rows) == ("out of range token", True, True, 1)
+    text = render_html(data, summarise(data))
+    assert re.search(r'<text class="label" text-anchor="end" x="\d+\.\d" y="\d+\.\d">out of range token</text>', text)
+
+
 def test_a_value_far_out_does_not_flatten_the_rest(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     run.run(50)
