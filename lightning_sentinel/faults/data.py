@@ -229,6 +229,8 @@ class LevelShift(DataFault):
     steps up and stays there.
 
     Args:
+        same_for_all: Exchange the same values in every sample: the model learns the new alphabet and the loss comes
+            slowly down again. Otherwise each sample has its own, which cannot be learned.
         source: The source's name in the loader's ``sources``, or its index.
         share: Share of the values in ``low .. high - 1`` that change places.
         low: First value that may change.
@@ -245,6 +247,7 @@ class LevelShift(DataFault):
         share: float = 0.5,
         low: int = 0,
         high: int = 256,
+        same_for_all: bool = False,
         source_key: Key = "source",
         duration: int | None = None,
         input_key: Key = "input_ids",
@@ -266,13 +269,13 @@ class LevelShift(DataFault):
         )
         if not 0.0 < share <= 1.0:
             raise ValueError(f"{self.name}: share is {share}, expected more than 0 and at most 1.")
-        count = round(share * (high - low))
-        if count < 2:
-            raise ValueError(f"{self.name}: {share} of the values {low} .. {high - 1} is {count}, expected 2 or more.")
+        self.count = round(share * (high - low))
+        if self.count < 2:
+            raise ValueError(
+                f"{self.name}: {share} of the values {low} .. {high - 1} is {self.count}, expected 2 or more."
+            )
         self.source, self.source_key, self.share = source, source_key, share
-        chosen = low + torch.randperm(high - low, generator=torch.Generator().manual_seed(self.seed))[:count]
-        self.table = torch.arange(high)
-        self.table[chosen] = chosen.roll(1)  # one cycle: every chosen value becomes another one
+        self.low, self.high, self.same_for_all = low, high, same_for_all
         self.index = source if isinstance(source, int) else -1
 
     def install(self, trainer: Trainer, module: LightningModule) -> None:
@@ -284,16 +287,23 @@ class LevelShift(DataFault):
         of_source = field(moment.batch, self.source_key, self.name).tolist()
         return [i for i, source in zip(moment.sample_ids, of_source, strict=True) if source == self.index]
 
+    def table(self, sample_id: str) -> Tensor:
+        """The new value of each value below ``high`` in this sample, ``[high]``."""
+        generator = sample_generator(self.seed, "" if self.same_for_all else sample_id)
+        chosen = self.low + torch.randperm(self.high - self.low, generator=generator)[: self.count]
+        table = torch.arange(self.high)
+        table[chosen] = chosen.roll(1)  # one cycle: every chosen value becomes another one
+        return table
+
     def hurt(self, moment: Moment, rows: Sequence[int]) -> dict[str, Any]:
         for key in (self.input_key, self.target_key):
             values = field(moment.batch, key, self.name).clone()
-            table = self.table.to(values.device)
-            known = (values[list(rows)] >= 0) & (values[list(rows)] < len(table))
-            values[list(rows)] = torch.where(
-                known, table[values[list(rows)].clamp(0, len(table) - 1)], values[list(rows)]
-            )
+            for row in rows:
+                table = self.table(moment.sample_ids[row]).to(values.device)
+                known = (values[row] >= 0) & (values[row] < self.high)
+                values[row] = torch.where(known, table[values[row].clamp(0, self.high - 1)], values[row])
             put(moment.batch, key, values)
-        return {"source": self.source, "values_exchanged": int((self.table != torch.arange(len(self.table))).sum())}
+        return {"source": self.source, "values_exchanged": self.count}
 
 
 def source_index(trainer: Trainer, name: str, fault: str) -> int:

@@ -273,18 +273,21 @@ def test_no_supervised_tokens_ignores_every_target() -> None:
     assert lines[0]["targets_ignored"] == BATCH * (TIME - 1)
 
 
-def test_level_shift_exchanges_values_of_one_source_for_good() -> None:
-    fault = LevelShift(step=2, source="code", share=0.5, high=VOCABULARY)
+@pytest.mark.parametrize("same_for_all", [False, True])
+def test_level_shift_exchanges_values_of_one_source_for_good(same_for_all: bool) -> None:
+    fault = LevelShift(step=2, source="code", share=0.5, high=VOCABULARY, same_for_all=same_for_all)
     module, _, lines = train(fault)
     assert fault.fired == 4
     assert [line["step"] for line in lines] == [2, 3, 4, 5]
     assert lines[0]["sample_ids"] == ["9", "11"]
     assert lines[0]["values_exchanged"] == VOCABULARY // 2
-    table = fault.table
-    assert sorted(table.tolist()) == list(range(VOCABULARY))
+    assert torch.equal(fault.table("9"), fault.table("11")) is same_for_all
     for step, batch in enumerate(module.seen):
         good = expected_batch(step)
         for row in range(BATCH):
+            table = fault.table(batch["sample_id"][row])
+            assert sorted(table.tolist()) == list(range(VOCABULARY))
+            assert int((table != torch.arange(VOCABULARY)).sum()) == VOCABULARY // 2
             if step >= 2 and batch["source"][row] == 1:
                 assert torch.equal(batch["input_ids"][row], table[good["input_ids"][row]])
                 assert torch.equal(batch["targets"][row, 1:], table[good["targets"][row, 1:]])
