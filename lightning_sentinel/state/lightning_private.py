@@ -323,6 +323,7 @@ def load_logger_state(trainer: Trainer, state: dict[str, Any]) -> None:
 
 
 _RESULT_FIELDS = ("value", "cumulated_batch_size", "_forward_cache", "_computed", "_update_count", "has_reset")
+_BUILTIN_REDUCTIONS: dict[str, Any] = {"sum": sum, "max": max, "min": min}
 _META_FIELDS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
 
 
@@ -341,6 +342,7 @@ def result_state(trainer: Trainer) -> dict[str, dict[str, Any]]:
             "meta": {n: getattr(meta, n) for n in _META_FIELDS}
             | {
                 "reduce_fx": meta.reduce_fx.__name__,
+                "builtin": meta.reduce_fx in _BUILTIN_REDUCTIONS.values(),
                 "dataloader_idx": meta.dataloader_idx,
                 "metric_attribute": meta.metric_attribute,
                 "sync": sync._should,
@@ -363,7 +365,9 @@ def load_result_state(trainer: Trainer, state: dict[str, dict[str, Any]]) -> Non
             sync = _Sync(
                 _should=meta.pop("sync"), fn=trainer.strategy.reduce, rank_zero_only=meta.pop("rank_zero_only")
             )
-            made = _Metadata(**{**meta, "reduce_fx": getattr(torch, meta["reduce_fx"])})
+            # Lightning takes `max` and `torch.max` for different arguments of the same key
+            reductions = _BUILTIN_REDUCTIONS if meta.pop("builtin") else vars(torch)
+            made = _Metadata(**{**meta, "reduce_fx": reductions[meta["reduce_fx"]]})
             made.sync = sync
             result = results[key] = _ResultMetric(made, saved["is_tensor"])
             if not saved["is_tensor"]:

@@ -126,6 +126,7 @@ class Net(L.LightningModule):
         self.log("loss", loss, on_step=True, on_epoch=True, batch_size=4)
         self.log("error", self.error, on_epoch=True, batch_size=4)
         self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max", batch_size=4)
+        self.log("smallest", loss, on_step=False, on_epoch=True, reduce_fx=min, batch_size=4)
         if self.automatic_optimization:
             return loss
         self.step_by_hand(loss)
