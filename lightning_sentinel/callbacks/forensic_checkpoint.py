@@ -16,11 +16,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ..checkpoint import contents
-from ..checkpoint.contents import Contents, Loaded
+from ..checkpoint.choosing import choose, next_attempt
+from ..checkpoint.contents import Contents
 from ..checkpoint.describe import code_revision, library_versions
 from ..checkpoint.manifest import Status
-from ..checkpoint.recorded import Recorded, read_recorded
-from ..checkpoint.restart import Plan, cursor_finding, differences, empty_epoch_finding, ids_agree
+from ..checkpoint.restart import empty_epoch_finding
+from ..checkpoint.resumed import ResumedRun
 from ..checkpoint.saving import (
     Done,
     Progress,
@@ -35,7 +36,7 @@ from ..checkpoint.saving import (
     write_lightning_checkpoint,
 )
 from ..checkpoint.store import Checkpoint, CheckpointError, CheckpointStore, PendingCheckpoint
-from ..incidents import Action, Finding, FindingKind, Incident, IncidentStatus, Severity
+from ..incidents import Action, Finding, Incident
 from ..journal import redact
 from ..policy import REPORT_ONLY
 from ..state import lightning_private as private
@@ -45,7 +46,6 @@ from .base import SentinelCallback
 log = logging.getLogger("lightning_sentinel")
 
 _MEETING_SECONDS = 30.0
-_LOSS_DIFFERENCE = 1e-2  # relative; below it a repeated step may differ by its kernels alone
 
 
 class ForensicCheckpoint(SentinelCallback):
@@ -154,10 +154,11 @@ class ForensicCheckpoint(SentinelCallback):
         private.advance_control(trainer).before.append(self._fit.before)
         self._fit.writer = ThreadPoolExecutor(1, thread_name_prefix="ForensicCheckpoint")
         if trainer.global_step == 0 and self._fit.ckpt_path is None and self.resume is not None:
-            self._resume(trainer)
+            self._resume(trainer, self.resume)
         elif trainer.global_step > 0 and self._fit.ckpt_path is not None:
-            self._expect_after_lightning_resume(trainer)
-        step = self._fit.loaded.snapshot.step if self._fit.loaded is not None else trainer.global_step
+            self._fit.resumed = ResumedRun.from_lightning(trainer, self._require_store(), self.compare_steps)
+        loaded = None if self._fit.resumed is None else self._fit.resumed.loaded
+        step = trainer.global_step if loaded is None else loaded.snapshot.step
         self._fit.bucket = self._bucket(step)
         self._fit.clean_from = step
         self._fit.attempt = self.context(trainer).attempt
@@ -201,7 +202,8 @@ class ForensicCheckpoint(SentinelCallback):
         if self._store is None:
             return
         self._fit.batches_in_epoch += 1
-        self._compare_loss(trainer)
+        if self._fit.resumed is not None:
+            self._report_restart(trainer, self._fit.resumed.step_done(trainer, self._fit.attempt))
         if _open_incidents(trainer) or self.context(trainer).attempt != self._fit.attempt:
             return  # a rollback may be pending; a bad state is no restart point
         terminated = trainer.received_sigterm and trainer.world_size == 1
@@ -393,23 +395,18 @@ class ForensicCheckpoint(SentinelCallback):
 
     # ------------------------------------------------------------------------------------------------------- resume
 
-    def _resume(self, trainer: Trainer) -> None:
-        loaded = self._choose(trainer)
+    def _resume(self, trainer: Trainer, source: str | Path) -> None:
+        store = self._require_store()
+        loaded = choose(trainer, store, source, partial(self._refuse, trainer))
         if loaded is None:
             return
         context, snapshot, checkpoint = self.context(trainer), loaded.snapshot, loaded.checkpoint
-        self._fit.loaded = loaded
         contents.apply(trainer, loaded)
-        self._fit.recorded = recorded = read_recorded(
-            context.run_dir, trainer.global_rank, step=snapshot.step, attempt=snapshot.attempt, steps=self.compare_steps
-        )
+        self._fit.resumed = resumed = ResumedRun.from_suite(trainer, loaded, self.compare_steps)
         context.restart_step = snapshot.step
         context.load_path_state(snapshot.path)
-        context.attempt = trainer.strategy.broadcast(self._next_attempt(checkpoint, recorded), src=0)
-        self._close_lost_incidents(trainer, recorded, snapshot.step)
-        self._fit.saved_plan = Plan.of(snapshot.optimizers, snapshot.schedulers, snapshot.precision)
-        self._fit.saved_epoch = int(loaded.run["epoch"])
-        self._fit.compare = True
+        context.attempt = trainer.strategy.broadcast(next_attempt(store, checkpoint, resumed.recorded), src=0)
+        resumed.close_lost_incidents(trainer)
         if checkpoint.status.status is Status.CANDIDATE and trainer.is_global_zero:
             self._fit.candidates = [checkpoint]
         resume(trainer, snapshot)
@@ -423,99 +420,16 @@ class ForensicCheckpoint(SentinelCallback):
             checkpoint_step=snapshot.step,
             sha256=checkpoint.sha256,
             status=str(checkpoint.status.status),
-            epoch=self._fit.saved_epoch,
+            epoch=loaded.run["epoch"],
         )
         if loaded.run["inexact"]:
             self._incomplete(trainer, checkpoint.path, list(loaded.run["inexact"]))
         log.info("resumed at step %d from %s (%s)", snapshot.step, checkpoint.path, checkpoint.status.status)
 
-    def _choose(self, trainer: Trainer) -> Loaded | None:
-        """The checkpoint to resume from, the same on every rank; every refused one is journalled with its reason."""
-        refused: list[str] = []
-        for path in self._in_order(trainer, refused):
-            loaded, problem = self._load(trainer, path)
-            if loaded is not None:
-                return loaded
-            self._refuse(trainer, path, problem, refused)
-        if refused:
-            raise CheckpointError(
-                f"resume={str(self.resume)!r}: no checkpoint in {self._require_store().root} can be used:"
-                f" {'; '.join(refused)}. Repair one, name one by resume=<path>, or set resume=None to start afresh."
-            )
-        return None
-
-    def _in_order(self, trainer: Trainer, refused: list[str]) -> list[Path]:
-        """Verified paths, best first; rank 0 looks and hashes, the others are told."""
-        found: list[tuple[str, str]] = []  # (path, problem)
-        note = ""
-        if trainer.is_global_zero:
-            found, note = self._look(trainer.world_size)
-        found, note = trainer.strategy.broadcast((found, note), src=0)
-        if note:
-            log.warning("%s", note)
-        for path, problem in found:
-            if problem:
-                self._refuse(trainer, Path(path), problem, refused)
-        return [Path(path) for path, problem in found if not problem]
-
-    def _look(self, world_size: int) -> tuple[list[tuple[str, str]], str]:
-        store = self._require_store()
-        if self.resume not in ("auto", "latest"):
-            path = Path(str(self.resume))
-            return [(str(path), "; ".join(store.verify(path)) or _foreign(store, path, world_size))], ""
-        found: list[tuple[str, str]] = []
-        for known_good in (True, False) if self.resume == "auto" else (False,):
-            for path, problems in store.candidates(known_good):
-                if str(path) in {p for p, _ in found}:
-                    continue
-                problem = "; ".join(problems) or _foreign(store, path, world_size)
-                found.append((str(path), problem))
-                if not problem:
-                    note = "" if known_good or self.resume == "latest" else _no_known_good(path)
-                    return found, note
-        return found, ""
-
-    def _load(self, trainer: Trainer, path: Path) -> tuple[Loaded | None, str]:
-        store = self._require_store()
-        loaded, problem = None, ""
-        try:
-            loaded = contents.load(store, store.read(path), trainer.global_rank)
-        except Exception as error:
-            problem = f"rank {trainer.global_rank}: {words(error)}"
-        if trainer.world_size > 1:
-            gathered: list[Any] = [None] * trainer.world_size
-            torch.distributed.all_gather_object(gathered, problem)
-            problem = "; ".join(p for p in gathered if p)
-        return (None, problem) if problem else (loaded, "")
-
-    def _refuse(self, trainer: Trainer, path: Path, problem: str, refused: list[str]) -> None:
-        refused.append(f"{path.name}: {problem}")
+    def _refuse(self, trainer: Trainer, path: Path, problem: str) -> None:
         if trainer.is_global_zero:
             self.context(trainer).write(trainer, "checkpoint.refused", path=str(path), reason=problem)
             log.warning("checkpoint %s refused: %s; trying the one before it", path.name, problem)
-
-    def _next_attempt(self, checkpoint: Checkpoint, recorded: Recorded) -> int:
-        """The checkpoint's attempt if nothing is known to come after it, else the next free one."""
-        mine = checkpoint.manifest.attempt
-        others = [c for c in self._require_store().checkpoints() if c.age_key > checkpoint.age_key]
-        highest = max([mine, recorded.attempt, *(c.manifest.attempt for c in others)])
-        repeated = recorded.attempt >= mine and (recorded.attempt > mine or recorded.last_step >= checkpoint.step)
-        return highest + 1 if repeated or others else mine
-
-    def _close_lost_incidents(self, trainer: Trainer, recorded: Recorded, step: int) -> None:
-        """Incidents that began after the checkpoint: the steps they concern will be trained anew."""
-        context = self.context(trainer)
-        known = {incident.number: incident for incident in context.incidents}
-        for number, data in sorted(recorded.incidents.items()):
-            if number in known:
-                continue
-            incident = Incident.from_dict(data)
-            if incident.is_open:
-                incident.status, incident.closed_step = IncidentStatus.RESOLVED, step
-                incident.closing = f"the process ended; resumed at step {step}, before the incident was detected"
-                context.write(trainer, "incident.closed", incident=incident.to_dict())
-            context.incidents.append(incident)
-        context.incidents.sort(key=lambda i: i.number)
 
     def saved_schedule(self, trainer: Trainer) -> dict[str, Any] | None:
         """Scheduler states and learning rates as the checkpoint holds them, until the first update after a resume.
@@ -524,102 +438,24 @@ class ForensicCheckpoint(SentinelCallback):
             ``{"schedulers": [state_dict, ...], "rates": [[rate of each group], ...]}`` by scheduler and by optimizer, or
             None where this process has not resumed or has already trained a step.
         """
-        loaded = self._fit.loaded
-        if loaded is None or trainer.global_step != loaded.snapshot.step:
-            return None
-        return {
-            "schedulers": [dict(s) for s in loaded.snapshot.schedulers],
-            "rates": [[float(g["lr"]) for g in o["param_groups"]] for o in loaded.snapshot.optimizers],
-        }
+        return None if self._fit.resumed is None else self._fit.resumed.schedule(trainer)
 
     # -------------------------------------------------------------------------------------- comparing after a resume
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._store is not None and self._fit.compare:
-            self._fit.compare = False
-            findings = self._compare_plan(trainer) + self._compare_cursor(trainer, batch)
-            if findings:
-                self.context(trainer).scratch.setdefault("restart_findings", []).extend(findings)
-                for finding in findings:
-                    log.warning("%s", finding.message)
-
-    def _compare_plan(self, trainer: Trainer) -> list[Finding]:
-        fit = self._fit
-        if fit.saved_plan is None:
-            return []
-        live = Plan.of(
-            [o.state_dict() for o in trainer.optimizers],
-            [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
-            trainer.precision_plugin.state_dict(),
-        )
-        # A plateau schedule and one that the user's own hooks step may have moved at the end of an epoch.
-        crossed = trainer.current_epoch != fit.saved_epoch or fit.validated
-        own_schedule = not trainer.lightning_module.automatic_optimization or any(
-            c.reduce_on_plateau for c in trainer.lr_scheduler_configs
-        )
-        return differences(fit.saved_plan, live, trainer.global_step, compare_rates=not (crossed and own_schedule))
+        if self._fit.resumed is not None:
+            self._report_restart(trainer, self._fit.resumed.first_batch(trainer, batch))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self._fit.validated = True
+        if self._fit.resumed is not None:
+            self._fit.resumed.validated = True
 
-    def _compare_cursor(self, trainer: Trainer, batch: Any) -> list[Finding]:
-        """Is the first batch the one that was fetched ahead, or that the journal recorded? All ranks hear of all."""
-        expected, source = self._expected_ids(trainer)
-        live = contents.batch_ids(trainer, batch) if expected else []
-        mid = self._fit.loaded is not None and self._fit.loaded.snapshot.mid_accumulation
-        differs = bool(expected) and not ids_agree(expected, live, mid_accumulation=mid)
-        verdicts: list[Any] = [(differs, expected, live, source)]
-        if trainer.world_size > 1:
-            verdicts = [None] * trainer.world_size
-            torch.distributed.all_gather_object(verdicts, (differs, expected, live, source))
-        ranks = [rank for rank, verdict in enumerate(verdicts) if verdict[0]]
-        if not ranks:
-            return []
-        _, expected, live, source = verdicts[ranks[0]]
-        return [cursor_finding(trainer.global_step, expected, live, ranks, source)]
-
-    def _expected_ids(self, trainer: Trainer) -> tuple[list[str], str]:
-        fit, ledger = self._fit, self.context(trainer).ledger
-        if fit.loaded is not None and (ledger.active if ledger is not None else frozenset()) != fit.loaded.ledger_names:
-            return [], ""  # something has been quarantined since: other samples are right
-        if fit.next_ids:
-            return fit.next_ids, "the checkpoint had fetched ahead"
-        row = fit.recorded.steps.get(trainer.global_step)
-        return (list(row.get("sample_ids") or []), "the journal has at this step") if row else ([], "")
-
-    def _compare_loss(self, trainer: Trainer) -> None:
-        """The first repeated steps against the journal; a real difference is said at once."""
-        fit, record = self._fit, self.context(trainer).record
-        if fit.loaded is None or not fit.recorded.steps or record is None or record.step not in fit.recorded.steps:
-            return
-        if trainer.global_step <= record.step or record.attempt != fit.attempt:
-            return
-        before = float(fit.recorded.steps.pop(record.step)["loss"])
-        difference = abs(record.mean_loss - before) / max(abs(before), 1e-12)
-        fit.compared.append(difference)
-        if not difference <= _LOSS_DIFFERENCE:
-            message = f"restart-aligned: step {record.step} had a loss of {before:.6g} nats, now {record.mean_loss:.6g}"
-            finding = Finding(
-                kind=FindingKind.RESTART_JUMP,
-                detector="ForensicCheckpoint",
-                step=record.step,
-                score=difference,
-                threshold=_LOSS_DIFFERENCE,
-                message=message,
-                severity=Severity.ALARM,
-                restart_aligned=True,
-                unit="relative",
-            )
-            self.context(trainer).scratch.setdefault("restart_findings", []).append(finding)
-        if not fit.recorded.steps:
-            self.context(trainer).write(
-                trainer,
-                "run.compared",
-                steps=len(fit.compared),
-                equal_losses=sum(d == 0 for d in fit.compared),
-                largest_relative_difference=max(fit.compared),
-            )
+    def _report_restart(self, trainer: Trainer, findings: list[Finding]) -> None:
+        """Leave findings where ``RankTelemetry`` picks them up at the next gate."""
+        if findings:
+            self.context(trainer).scratch.setdefault("restart_findings", []).extend(findings)
+            for finding in findings:
+                log.warning("%s", finding.message)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._fit.batches_in_epoch = 0
@@ -650,22 +486,6 @@ class ForensicCheckpoint(SentinelCallback):
     def _incomplete(self, trainer: Trainer, path: Path, missing: list[str]) -> None:
         self.context(trainer).write(trainer, "checkpoint.incomplete", path=str(path), missing=missing)
         log.warning("%s does not hold the whole state: %s", path, "; ".join(missing))
-
-    def _expect_after_lightning_resume(self, trainer: Trainer) -> None:
-        """What the suite's own records say comes next, to be held against the first batch of a plain resume."""
-        fit, step, store = self._fit, trainer.global_step, self._require_store()
-        fit.compare = True
-        fit.recorded = read_recorded(
-            self.context(trainer).run_dir, trainer.global_rank, step=step, attempt=0, steps=self.compare_steps
-        )
-        for checkpoint in reversed(store.checkpoints()):
-            if checkpoint.step != step or checkpoint.manifest.world_size != trainer.world_size:
-                continue
-            try:
-                fit.next_ids = contents.load(store, checkpoint, trainer.global_rank).next_sample_ids
-            except CheckpointError as error:
-                log.warning("checkpoint %s can't be compared with: %s", checkpoint.path.name, error)
-            return
 
     # ---------------------------------------------------------------------------------------------------- exceptions
 
@@ -780,15 +600,7 @@ class _Fit:
     poison_again: int | None = None
     told: set[tuple[str, str]] = field(default_factory=set)
     saved_on_signal: bool = False
-    # after a resume
-    loaded: Loaded | None = None
-    recorded: Recorded = field(default_factory=Recorded)
-    saved_plan: Plan | None = None
-    saved_epoch: int = 0
-    next_ids: list[str] = field(default_factory=list)
-    compare: bool = False
-    validated: bool = False
-    compared: list[float] = field(default_factory=list)
+    resumed: ResumedRun | None = None
     batches_in_epoch: int = 0
     told_empty: bool = False
 
@@ -819,17 +631,6 @@ def _weights_finite(trainer: Trainer) -> bool:
 def _local(parameter: torch.Tensor) -> torch.Tensor:
     local: torch.Tensor = getattr(parameter, "_local_tensor", parameter)
     return local.detach()
-
-
-def _foreign(store: CheckpointStore, path: Path, world_size: int) -> str:
-    saved = store.read(path).manifest.world_size
-    if saved == world_size:
-        return ""
-    return f"holds the state of {saved} ranks, this run has {world_size}; start it with {saved} ranks"
-
-
-def _no_known_good(path: Path) -> str:
-    return f"no checkpoint is known-good yet; resuming from the newest candidate that verifies, {path.name}"
 
 
 def _frames(exception: BaseException) -> list[str]:

@@ -1,0 +1,110 @@
+"""Which checkpoint to resume from: the same on every rank, verified, and every refused one named with its reason."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+
+from .contents import Loaded, load
+from .manifest import Status
+from .recorded import Recorded
+from .saving import words
+from .store import Checkpoint, CheckpointError, CheckpointStore
+
+log = logging.getLogger("lightning_sentinel")
+
+AUTO, LATEST = "auto", "latest"
+
+
+def choose(
+    trainer: Trainer, store: CheckpointStore, resume: str | Path, refuse: Callable[[Path, str], None]
+) -> Loaded | None:
+    """Look, verify and load until every rank has its part of one checkpoint.
+
+    Rank 0 looks and hashes everything; the others are told and hash what they load.
+
+    Args:
+        refuse: Called on every rank with each checkpoint that can't be used and the reason.
+
+    Returns:
+        None where there is no checkpoint to resume from.
+
+    Raises:
+        CheckpointError: There are some, and none can be used.
+    """
+    refused: list[str] = []
+    looking = _look(store, resume, trainer.world_size) if trainer.is_global_zero else iter(())
+    while True:
+        path, problem, note = trainer.strategy.broadcast(next(looking, ("", "", "")), src=0)
+        if not path:
+            break
+        loaded = None
+        if not problem:
+            loaded, problem = _load(trainer, store, Path(path))
+        if loaded is not None:
+            if note:
+                log.warning("%s", note)
+            return loaded
+        refused.append(f"{Path(path).name}: {problem}")
+        refuse(Path(path), problem)
+    if refused:
+        raise CheckpointError(
+            f"resume={str(resume)!r}: no checkpoint in {store.root} can be used: {'; '.join(refused)}. Repair one, name"
+            " one by resume=<path>, or set resume=None to start afresh."
+        )
+    return None
+
+
+def next_attempt(store: CheckpointStore, checkpoint: Checkpoint, recorded: Recorded) -> int:
+    """The checkpoint's attempt if nothing is known to come after it, else the next free one."""
+    mine = checkpoint.manifest.attempt
+    others = [c for c in store.checkpoints() if c.age_key > checkpoint.age_key]
+    highest = max([mine, recorded.attempt, *(c.manifest.attempt for c in others)])
+    repeated = recorded.attempt > mine or (recorded.attempt == mine and recorded.last_step >= checkpoint.step)
+    return highest + 1 if repeated or others else mine
+
+
+def _look(store: CheckpointStore, resume: str | Path, world_size: int) -> Iterator[tuple[str, str, str]]:
+    """(path, problem, note) of each candidate, best first; an empty problem where it verifies."""
+    if str(resume) not in (AUTO, LATEST):
+        path = Path(resume)
+        yield str(path), "; ".join(store.verify(path)) or _foreign(store, path, world_size), ""
+        return
+    seen: set[Path] = set()
+    for known_good in (True, False) if resume == AUTO else (False,):
+        for path, problems in store.candidates(known_good):
+            if path not in seen:
+                seen.add(path)
+                note = "" if known_good or resume == LATEST else _no_known_good(store, path)
+                yield str(path), "; ".join(problems) or _foreign(store, path, world_size), note
+
+
+def _load(trainer: Trainer, store: CheckpointStore, path: Path) -> tuple[Loaded | None, str]:
+    loaded, problem = None, ""
+    try:
+        loaded = load(store, store.read(path), trainer.global_rank)
+    except Exception as error:
+        problem = f"rank {trainer.global_rank}: {words(error)}"
+    if trainer.world_size > 1:
+        gathered: list[Any] = [None] * trainer.world_size
+        torch.distributed.all_gather_object(gathered, problem)
+        problem = "; ".join(p for p in gathered if p)
+    return (None, problem) if problem else (loaded, "")
+
+
+def _foreign(store: CheckpointStore, path: Path, world_size: int) -> str:
+    saved = store.read(path).manifest.world_size
+    if saved == world_size:
+        return ""
+    return f"holds the state of {saved} ranks, this run has {world_size}; start it with {saved} ranks"
+
+
+def _no_known_good(store: CheckpointStore, path: Path) -> str:
+    good = any(c.status.status is Status.KNOWN_GOOD for c in store.checkpoints())
+    why = "no known-good checkpoint can be used" if good else "no checkpoint is known-good yet"
+    return f"{why}; resuming from the newest candidate that verifies, {path.name}"

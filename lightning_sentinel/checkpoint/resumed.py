@@ -1,0 +1,181 @@
+"""A resumed run held against the one it continues: plan and samples before the first update, then the first losses."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+
+from ..context import context_of
+from ..incidents import Finding, FindingKind, Incident, IncidentStatus, Severity
+from .contents import Loaded, batch_ids, load
+from .recorded import Recorded, read_recorded
+from .restart import DETECTOR, Plan, cursor_finding, differences, ids_agree
+from .store import CheckpointError, CheckpointStore
+
+log = logging.getLogger("lightning_sentinel")
+
+LOSS_DIFFERENCE = 1e-2  # relative; below it a repeated step may differ by its kernels alone
+
+
+@dataclass
+class ResumedRun:
+    """What is known of the run that is continued.
+
+    Attributes:
+        recorded: What its journal says about the steps from here on.
+        loaded: The suite's checkpoint, or None after a resume by Lightning's own means.
+        next_ids: Ids of samples that had been fetched ahead, if any.
+        validated: Set when a validation has run since: the user's own schedules may have moved rightly.
+    """
+
+    recorded: Recorded = field(default_factory=Recorded)
+    loaded: Loaded | None = None
+    next_ids: list[str] = field(default_factory=list)
+    validated: bool = False
+    _fresh: bool = True
+    _differences: list[float] = field(default_factory=list)
+
+    @classmethod
+    def from_suite(cls, trainer: Trainer, loaded: Loaded, steps: int) -> ResumedRun:
+        snapshot = loaded.snapshot
+        recorded = read_recorded(
+            context_of(trainer).run_dir,
+            trainer.global_rank,
+            step=snapshot.step,
+            attempt=snapshot.attempt,
+            steps=steps,
+        )
+        return cls(recorded, loaded, loaded.next_sample_ids)
+
+    @classmethod
+    def from_lightning(cls, trainer: Trainer, store: CheckpointStore, steps: int) -> ResumedRun:
+        """After ``fit(ckpt_path=...)``: what the suite's own records of this run folder say comes next."""
+        step, rank = trainer.global_step, trainer.global_rank
+        found = cls(read_recorded(context_of(trainer).run_dir, rank, step=step, attempt=0, steps=steps))
+        for checkpoint in reversed(store.checkpoints()):
+            if checkpoint.step != step or checkpoint.manifest.world_size != trainer.world_size:
+                continue
+            try:
+                found.next_ids = load(store, checkpoint, rank).next_sample_ids
+            except CheckpointError as error:
+                log.warning("checkpoint %s can't be compared with: %s", checkpoint.path.name, error)
+            break
+        return found
+
+    def close_lost_incidents(self, trainer: Trainer) -> None:
+        """Incidents detected after the checkpoint: the steps that they concern are trained anew."""
+        assert self.loaded is not None
+        context, step = context_of(trainer), self.loaded.snapshot.step
+        known = {incident.number for incident in context.incidents}
+        for number, data in sorted(self.recorded.incidents.items()):
+            if number in known:
+                continue
+            incident = Incident.from_dict(data)
+            if incident.is_open:
+                incident.status, incident.closed_step = IncidentStatus.RESOLVED, step
+                incident.closing = f"the process ended; resumed at step {step}, before the incident was detected"
+                context.write(trainer, "incident.closed", incident=incident.to_dict())
+            context.incidents.append(incident)
+        context.incidents.sort(key=lambda i: i.number)
+
+    def schedule(self, trainer: Trainer) -> dict[str, Any] | None:
+        """Scheduler states and rates of the checkpoint while no step has been trained since, else None."""
+        if self.loaded is None or trainer.global_step != self.loaded.snapshot.step:
+            return None
+        return {
+            "schedulers": [dict(s) for s in self.loaded.snapshot.schedulers],
+            "rates": [[float(g["lr"]) for g in o["param_groups"]] for o in self.loaded.snapshot.optimizers],
+        }
+
+    # ---------------------------------------------------------------------------------------------- the first batch
+
+    def first_batch(self, trainer: Trainer, batch: Any) -> list[Finding]:
+        """Findings on the first batch, before its forward; the same on every rank. Later batches give none."""
+        if not self._fresh:
+            return []
+        self._fresh = False
+        return self._compare_plan(trainer) + self._compare_cursor(trainer, batch)
+
+    def _compare_plan(self, trainer: Trainer) -> list[Finding]:
+        if self.loaded is None:
+            return []
+        snapshot = self.loaded.snapshot
+        live = Plan.of(
+            [o.state_dict() for o in trainer.optimizers],
+            [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
+            trainer.precision_plugin.state_dict(),
+        )
+        # A plateau schedule, and one that the user's own hooks step, may have moved at the end of an epoch.
+        crossed = trainer.current_epoch != self.loaded.run["epoch"] or self.validated
+        own_schedule = not trainer.lightning_module.automatic_optimization or any(
+            c.reduce_on_plateau for c in trainer.lr_scheduler_configs
+        )
+        saved = Plan.of(snapshot.optimizers, snapshot.schedulers, snapshot.precision)
+        return differences(saved, live, trainer.global_step, compare_rates=not (crossed and own_schedule))
+
+    def _compare_cursor(self, trainer: Trainer, batch: Any) -> list[Finding]:
+        """Is the first batch the one that was fetched ahead, or that the journal recorded? All ranks hear of all."""
+        expected, source = self._expected_ids(trainer)
+        live = batch_ids(trainer, batch) if expected else []
+        mid = self.loaded is not None and self.loaded.snapshot.mid_accumulation
+        mine = (bool(expected) and not ids_agree(expected, live, mid_accumulation=mid), expected, live, source)
+        verdicts: list[Any] = [mine]
+        if trainer.world_size > 1:
+            verdicts = [None] * trainer.world_size
+            torch.distributed.all_gather_object(verdicts, mine)
+        ranks = [rank for rank, verdict in enumerate(verdicts) if verdict[0]]
+        if not ranks:
+            return []
+        _, expected, live, source = verdicts[ranks[0]]
+        return [cursor_finding(trainer.global_step, expected, live, ranks, source)]
+
+    def _expected_ids(self, trainer: Trainer) -> tuple[list[str], str]:
+        ledger = context_of(trainer).ledger
+        active = frozenset() if ledger is None else ledger.active
+        if self.loaded is not None and active != self.loaded.ledger_names:
+            return [], ""  # something has been quarantined since: other samples are right
+        if self.next_ids:
+            return self.next_ids, "the checkpoint had fetched ahead"
+        row = self.recorded.steps.get(trainer.global_step)
+        return (list(row.get("sample_ids") or []), "the journal has at this step") if row else ([], "")
+
+    # ---------------------------------------------------------------------------------------------- the first steps
+
+    def step_done(self, trainer: Trainer, attempt: int) -> list[Finding]:
+        """Hold the step that has just ended against the journal; the summary is journalled when all are compared."""
+        record, rows = context_of(trainer).record, self.recorded.steps
+        if self.loaded is None or record is None or record.step not in rows:
+            return []
+        if trainer.global_step <= record.step or record.attempt != attempt:
+            return []
+        before = float(rows.pop(record.step)["loss"])
+        difference = abs(record.mean_loss - before) / max(abs(before), 1e-12)
+        self._differences.append(difference)
+        if not rows:
+            context_of(trainer).write(
+                trainer,
+                "run.compared",
+                steps=len(self._differences),
+                equal_losses=sum(d == 0 for d in self._differences),
+                largest_relative_difference=max(self._differences),
+            )
+        if difference <= LOSS_DIFFERENCE:
+            return []
+        message = f"restart-aligned: step {record.step} had a loss of {before:.6g} nats, now {record.mean_loss:.6g}"
+        return [
+            Finding(
+                kind=FindingKind.RESTART_JUMP,
+                detector=DETECTOR,
+                step=record.step,
+                score=difference,
+                threshold=LOSS_DIFFERENCE,
+                message=message,
+                severity=Severity.ALARM,
+                restart_aligned=True,
+                unit="relative",
+            )
+        ]
