@@ -152,9 +152,14 @@ class Actuator:
 
     @staticmethod
     def restore_optimizers(trainer: Trainer, states: Sequence[dict[str, Any]]) -> None:
-        """Optimizer states of an older restore point, onto the present weights."""
+        """Optimizer states of an older restore point, onto the present weights; rates stay where the schedule is."""
+        from .state.snapshot import restore_optimizer
+
         for optimizer, state in zip(trainer.optimizers, states, strict=True):
-            optimizer.load_state_dict(copy.deepcopy(state))
+            rates = [group["lr"] for group in optimizer.param_groups]
+            restore_optimizer(optimizer, state)
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
 
     def state_dict(self) -> dict[str, Any]:
         return {"reduction": dict(self.reduction) if self.reduction else None, "plan_until": self.plan_until}

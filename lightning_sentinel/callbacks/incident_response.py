@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from .. import recovery
 from ..actuator import Actuator
-from ..incidents import Action, Finding, FindingKind, Incident, Severity, Verdict, VerdictKind
+from ..incidents import Action, Finding, FindingKind, Incident, IncidentStatus, Severity, Verdict, VerdictKind
 from ..policy import NEEDS_ROLLBACK, REPORT_ONLY, Choice, Policy, Situation, case_of
 from ..record import StepRecord
 from ..recovery import IncidentWatch
@@ -506,7 +506,8 @@ class IncidentResponse(SentinelCallback):
             recovery.close(incident, record.step, path_z, self.recovered_z, len(watch.healthy))
             del self._watched[incident.number]
             self._journal_incident(trainer, incident, "closed")
-            log.warning("incident %d closed: %s", incident.number, incident.closing)
+            level = logging.INFO if incident.status is IncidentStatus.RECOVERED else logging.ERROR
+            log.log(level, "incident %d closed: %s", incident.number, incident.closing)
             checkpoint = find_callback(trainer, ForensicCheckpoint)
             if checkpoint is not None:
                 checkpoint.on_recovered(trainer, incident.number)

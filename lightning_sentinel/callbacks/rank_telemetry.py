@@ -59,7 +59,8 @@ def is_sharded(optimizer: Optimizer) -> bool:
 def total_norm(tensors: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
     """2-norm over all tensors as a 0-dim float64 tensor, without a host synchronisation."""
     norms = torch._foreach_norm(list(tensors), 2, dtype=dtype)
-    return torch.linalg.vector_norm(torch.stack(norms).double())
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms).double())
+    return total
 
 
 class RankTelemetry(SentinelCallback):

@@ -413,7 +413,7 @@ def _restore(trainer: Trainer, snapshot: Snapshot) -> None:
     copy_into(targets, sources)
     _restore_grads(parameters, snapshot.grads)
     for optimizer, state in zip(trainer.strategy.optimizers, snapshot.optimizers, strict=True):
-        _restore_optimizer(optimizer, state)
+        restore_optimizer(optimizer, state)
     for config, state in zip(trainer.lr_scheduler_configs, snapshot.schedulers, strict=True):
         config.scheduler.load_state_dict(clone(state))
     if snapshot.precision:
@@ -464,7 +464,7 @@ def _restore_grads(parameters: dict[str, nn.Parameter], grads: dict[str, Tensor]
             copy_into([parameter.grad], [saved])
 
 
-def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Put values back into the optimizer's own tensors, and make those that are missing.
 
     ``Optimizer.load_state_dict`` would cast moments to the parameter's dtype and allocate everything anew.

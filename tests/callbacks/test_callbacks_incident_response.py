@@ -199,6 +199,23 @@ def test_an_earlier_optimizer_of_the_same_batch_is_undone() -> None:
     assert incidents(trainer)[0].opened_step == 41
 
 
+def test_restore_optimizer_takes_moments_back_and_leaves_weights_and_rate() -> None:
+    ladders = {"numerics/step": ["restore_optimizer", "stop"]}
+    module = net(gains={30: NAN})
+    trainer, sink = fit(module, suite(mode="recover", ladders=ladders), max_steps=31)
+    snapshot = [s for s in context_of(trainer).snapshots if s.step <= 30][-1]
+    optimizer = trainer.optimizers[0]
+    saved = snapshot.optimizers[0]["state"]
+    for i, parameter in enumerate(module.parameters()):
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], saved[i]["exp_avg"])
+        assert torch.equal(optimizer.state[parameter]["exp_avg_sq"], saved[i]["exp_avg_sq"])
+    healthy = net()
+    fit(healthy, [], max_steps=30)
+    assert same_bits(weights(module), weights(healthy))
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.02 * 0.999**31)
+    assert sink.named("action.restore_optimizer")[0]["incident"] == 1
+
+
 def test_state_survives_in_the_middle_of_an_incident() -> None:
     response = IncidentResponse(mode="recover", probation_steps=8)
     callbacks = [NonFiniteTracer(), RankTelemetry(), response, Rollback(every_n_steps=5, keep=3)]
