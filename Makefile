@@ -6,7 +6,8 @@ PY := $(VENV)/bin/python
 #   TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu" make demo
 TORCH_ARGS ?=
 DEMO_ARGS ?=
-PYTEST_ARGS ?=
+# Two processes; each file stays in one of them.
+PYTEST_ARGS ?= -n 2 --dist loadfile
 
 .PHONY: demo test lint types pytest wheel clean help
 
