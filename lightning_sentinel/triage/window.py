@@ -136,7 +136,8 @@ class StepCapture:
 
     def _looks_healthy(self, context: RunContext) -> bool:
         """Judgement where no incident response gives one: this step's record is finite, its update went in, all is calm."""
-        record, window = context.record, context.window
+        # By now the telemetry has cleared the record of the step that is over; the history has it, if it was accepted.
+        record, window = context.record or (context.history[-1] if context.history else None), context.window
         return (
             record is not None
             and window is not None

@@ -1,0 +1,263 @@
+"""Verdicts on faults in the real computation: the kind, the culprit, since when, and no trace of the examination."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from triage_models import Net, fingerprint, fit
+
+from lightning_sentinel import NonFiniteTracer, RankTelemetry
+from lightning_sentinel.context import context_of
+from lightning_sentinel.incidents import Finding, FindingKind, Incident, Verdict, VerdictKind
+from lightning_sentinel.state.snapshot import take
+from lightning_sentinel.triage import investigate
+
+STEP = 32
+Hurt = Callable[[L.Trainer, Any, Any], None]
+
+
+class Smooth(Net):
+    """A regression without noise, so that a jump is a jump; inputs of 32 steps repeat every 12 batches."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__(kind)
+        self.drop = torch.nn.Identity()
+
+
+class Case(L.Callback):
+    """Takes snapshots, does the harm, and has the incident examined at its step. Stands before the telemetry."""
+
+    def __init__(self, hurt: Hurt | None, at: int, findings: list[Finding] | None = None, examine: bool = True) -> None:
+        self.hurt, self.at, self.examine, self.findings = hurt, at, examine, findings
+        self.verdicts: list[Verdict] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step in (10, 20, 30):
+            context_of(trainer).snapshots.append(take(trainer))
+        if self.hurt is not None and trainer.global_step == self.at:
+            self.hurt(trainer, pl_module, batch)
+
+
+class Gavel(L.Callback):
+    """Stands behind the telemetry: the record is there, the update is not."""
+
+    def __init__(self, case: Case, kind: FindingKind, at: int, since: int, options: dict[str, Any]) -> None:
+        self.case, self.kind, self.at, self.since, self.options = case, kind, at, since, options
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if trainer.global_step != self.at or not self.case.examine:
+            return
+        findings = self.case.findings
+        if findings is None:
+            findings = [Finding(self.kind, "test", self.at, 1.0, 0.0, "it jumped", since_step=self.since)]
+        incident = Incident(1, self.at, self.since, 0, 0, findings=findings)
+        record = context_of(trainer).record
+        self.case.verdicts.append(investigate(trainer, pl_module, optimizer, incident, record, **self.options))
+
+
+def run(
+    hurt: Hurt | None,
+    kind: FindingKind = FindingKind.SPIKE,
+    *,
+    at: int = STEP,
+    since: int | None = None,
+    module: Any = None,
+    hurt_at: int = STEP,
+    findings: list[Finding] | None = None,
+    examine: bool = True,
+    fit_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[Verdict | None, list[str]]:
+    module = module or Smooth()
+    case = Case(hurt, hurt_at, findings, examine)
+    gavel = Gavel(case, kind, at, at if since is None else since, options)
+    callbacks = [case, NonFiniteTracer(), RankTelemetry(), gavel]
+    trainer = fit(module, callbacks, steps=at + 2, **(fit_options or {}))
+    return (case.verdicts[0] if case.verdicts else None), fingerprint(trainer, module)
+
+
+def _names(verdict: Verdict) -> list[str]:
+    return [e.name for e in verdict.experiments]
+
+
+def _wrong_targets(trainer: Any, module: Any, batch: Any) -> None:
+    batch["y"] = batch["y"] + 30.0
+
+
+def _one_wrong_target(trainer: Any, module: Any, batch: Any) -> None:
+    batch["y"] = batch["y"].clone()
+    batch["y"][2] += 60.0
+
+
+def _rate(trainer: Any, module: Any, batch: Any) -> None:
+    for group in trainer.optimizers[0].param_groups:
+        group["lr"] *= 50.0
+
+
+def _moments(trainer: Any, module: Any, batch: Any) -> None:
+    for state in trainer.optimizers[0].state.values():
+        state["exp_avg_sq"].fill_(1e-14)
+
+
+def _weights(trainer: Any, module: Any, batch: Any) -> None:
+    module.head.weight.data[0] += 5.0
+
+
+def test_a_bad_batch_is_data_and_all_its_samples_are_named() -> None:
+    verdict, _ = run(_wrong_targets)
+    assert verdict is not None
+    ids = tuple(f"s{i}" for i in range((STEP % 12) * 4, (STEP % 12) * 4 + 4))
+    assert verdict.kind is VerdictKind.DATA
+    assert verdict.culprits == tuple(f"sample:{i}" for i in ids)
+    assert (verdict.sample_ids, verdict.since_step, verdict.reproducible) == (ids, STEP, True)
+    assert set(verdict.evidence["comparisons"]) == {
+        "token_level_losses",
+        "rank_values",
+        "gradient_norms",
+        "activation_norms",
+        "input_manifest",
+    }
+    assert verdict.evidence["comparisons"]["input_manifest"][0]["sample_ids"] == list(ids)
+
+
+def test_one_bad_sample_in_a_batch_is_named_alone() -> None:
+    verdict, _ = run(_one_wrong_target)
+    assert verdict is not None
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.DATA, (f"sample:s{(STEP % 12) * 4 + 2}",))
+
+
+@pytest.mark.parametrize(
+    ("hurt", "kind", "culprits", "since"),
+    [
+        (_rate, VerdictKind.OPTIMIZATION, ("optimizer:lr",), STEP),
+        (_moments, VerdictKind.OPTIMIZATION, ("optimizer:exp_avg_sq",), 30),
+        (_weights, VerdictKind.INFRASTRUCTURE, ("parameter:head.weight", "rank:0"), 30),
+    ],
+)
+def test_damage_to_the_state_is_told_from_data(hurt: Hurt, kind: VerdictKind, culprits: Any, since: int) -> None:
+    verdict, _ = run(hurt, at=STEP + 1)
+    assert verdict is not None
+    assert (verdict.kind, verdict.culprits, verdict.since_step) == (kind, culprits, since)
+
+
+def test_nothing_wrong_is_undetermined() -> None:
+    verdict, _ = run(None)
+    assert verdict is not None
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.UNDETERMINED, ())
+    assert "replay" in _names(verdict)
+
+
+@pytest.mark.parametrize("hurt", [None, _wrong_targets])
+@pytest.mark.parametrize("fit_options", [{}, {"accumulate_grad_batches": 2}])
+def test_an_examination_leaves_no_trace(hurt: Hurt | None, fit_options: dict[str, Any]) -> None:
+    prints = [run(hurt, examine=examine, fit_options=fit_options)[1] for examine in (False, True)]
+    assert prints[0] == prints[1]
+
+
+def test_a_computation_that_went_wrong_once_is_infrastructure() -> None:
+    def once(trainer: Any, module: Any, batch: Any) -> None:
+        fired: list[int] = []
+
+        def hook(m: Any, args: Any, output: Any) -> Any:
+            if not fired:
+                fired.append(1)
+                return output + 30.0
+            return output
+
+        module.head.register_forward_hook(hook)
+
+    verdict, _ = run(once)
+    assert verdict is not None
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.INFRASTRUCTURE, ("rank:0",))
+    assert (verdict.reproducible, verdict.since_step) == (False, STEP)
+
+
+def test_a_non_finite_step_is_numerics_with_the_module() -> None:
+    verdict, _ = run(
+        None, FindingKind.NONFINITE_LOSS, at=3, module=Smooth("root"), fit_options={"kind": "root"}
+    )
+    assert verdict is not None
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.NUMERICS, ("module:blocks.1.mixer",))
+    assert (verdict.sample_ids, verdict.since_step, verdict.reproducible) == (("s14",), 3, True)
+    assert verdict.evidence["operator"] == "aten.sqrt.default"
+    [wider] = [e for e in verdict.experiments if e.name == "wider dtype"]
+    assert wider.result == "not finite in float64 either"
+
+
+def test_a_transient_value_is_infrastructure_with_module_and_rank() -> None:
+    def once(trainer: Any, module: Any, batch: Any) -> None:
+        fired: list[int] = []
+
+        def hook(m: Any, args: Any, output: Any) -> Any:
+            if not fired:
+                fired.append(1)
+                return output / torch.zeros_like(output)
+            return output
+
+        module.blocks[2].mixer.register_forward_hook(hook)
+
+    verdict, _ = run(once, FindingKind.NONFINITE_LOSS, at=5, hurt_at=5)
+    assert verdict is not None
+    assert verdict.kind is VerdictKind.INFRASTRUCTURE
+    assert verdict.culprits == ("module:blocks.2.mixer", "rank:0")
+    assert (verdict.reproducible, verdict.since_step) == (False, 5)
+
+
+def test_a_batch_that_is_not_finite_is_data() -> None:
+    def spoil(trainer: Any, module: Any, batch: Any) -> None:
+        batch["x"] = batch["x"].clone()
+        batch["x"][1, 0] = float("nan")
+
+    verdict, _ = run(spoil, FindingKind.NONFINITE_LOSS, at=2, hurt_at=2)
+    assert verdict is not None
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.DATA, ("sample:s9",))
+
+
+def test_a_parameter_that_is_not_finite_leads_to_the_snapshot_before_it() -> None:
+    def spoil(trainer: Any, module: Any, batch: Any) -> None:
+        module.head.weight.data[0, 3] = float("inf")
+
+    verdict, _ = run(spoil, FindingKind.NONFINITE_LOSS, at=STEP)
+    assert verdict is not None
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.NUMERICS, ("parameter:head.weight",))
+    assert verdict.since_step == 30
+
+
+@pytest.mark.parametrize(
+    ("kind", "named", "verdict_kind", "culprits", "samples"),
+    [
+        (FindingKind.INVALID_BATCH, ("sample:a",), VerdictKind.DATA, ("sample:a",), ("a",)),
+        (FindingKind.NO_SUPERVISED_TOKENS, ("sample:a", "sample:b"), VerdictKind.DATA, ("sample:a", "sample:b"), ("a", "b")),
+        (FindingKind.REPEATED_SAMPLES, ("cursor",), VerdictKind.DATA, ("cursor",), ()),
+        (FindingKind.RESTART_JUMP, ("scheduler",), VerdictKind.OPTIMIZATION, ("scheduler",), ()),
+        (FindingKind.RESTART_JUMP, ("cursor",), VerdictKind.DATA, ("cursor",), ()),
+        (FindingKind.NONFINITE_STATE, ("parameter:head.bias",), VerdictKind.NUMERICS, ("parameter:head.bias",), ()),
+    ],
+)
+def test_findings_that_are_measurements_need_no_experiment(
+    kind: FindingKind, named: Any, verdict_kind: VerdictKind, culprits: Any, samples: Any
+) -> None:
+    findings = [Finding(kind, "test", 3, 1.0, 0.0, "seen", since_step=2, culprits=named)]
+    verdict, _ = run(None, kind, at=3, findings=findings, max_forwards=0)
+    assert verdict is not None
+    assert (verdict.kind, verdict.culprits, verdict.sample_ids) == (verdict_kind, culprits, samples)
+    assert verdict.since_step == (0 if kind is FindingKind.NONFINITE_STATE else 2)
+    assert verdict.evidence["forwards"] == 0
+
+
+def test_the_budget_is_kept_and_said() -> None:
+    verdict, _ = run(_wrong_targets, max_forwards=1)
+    assert verdict is not None
+    assert verdict.kind is VerdictKind.UNDETERMINED
+    assert verdict.evidence["forwards"] == 1
+    assert [e.name for e in verdict.experiments if e.result == "not run: budget spent"] == ["healthy batch, current weights"]
+
+
+def test_a_verdict_goes_through_json() -> None:
+    verdict, _ = run(_wrong_targets)
+    assert verdict is not None
+    assert Verdict.from_dict(verdict.to_dict()).culprits == verdict.culprits
