@@ -15,29 +15,33 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 SCRIPT = Path(__file__).with_name("triage_two_ranks.py")
 
 
-def verdicts_of(fault: str) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Verdicts of both ranks by fault, in rank order."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parent)}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), fault], capture_output=True, text=True, timeout=240, env=environment, check=False
-    )
+    folder = tmp_path_factory.mktemp("verdicts")
+    command = [sys.executable, str(SCRIPT), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    lines = [line.split(" ", 2) for line in done.stdout.splitlines() if line.startswith("VERDICT")]
-    return [json.loads(text) for _, _, text in sorted(lines, key=lambda x: int(x[1]))]
+    found: dict[str, list[dict[str, Any]]] = {}
+    for file in sorted(folder.glob("*.json")):
+        found.setdefault(file.stem.rpartition("-")[0], []).append(json.loads(file.read_text()))
+    return found
 
 
 @pytest.mark.parametrize(
     ("fault", "kind", "culprits", "since", "reproducible"),
     [
-        ("bad_rank", "infrastructure", ["rank:1"], 4, None),
+        ("healthy", "undetermined", [], 5, None),
         ("transient", "infrastructure", ["module:blocks.2.mixer", "rank:1"], 6, False),
-        ("masked_rank", "numerics", ["module:training_step"], 6, True),
-        ("healthy", "undetermined", [], 6, None),
+        ("masked_rank", "numerics", ["module:training_step"], 7, True),
+        ("bad_rank", "infrastructure", ["rank:1"], 4, None),
     ],
 )
 def test_every_rank_gets_the_same_verdict(
-    fault: str, kind: str, culprits: list[str], since: int, reproducible: bool | None
+    verdicts: Any, fault: str, kind: str, culprits: list[str], since: int, reproducible: bool | None
 ) -> None:
-    first, second = verdicts_of(fault)
+    first, second = verdicts[fault]
     assert first == second
     assert (first["kind"], first["culprits"], first["since_step"]) == (kind, culprits, since)
     assert first["reproducible"] is reproducible

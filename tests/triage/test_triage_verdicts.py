@@ -177,9 +177,7 @@ def test_a_computation_that_went_wrong_once_is_infrastructure() -> None:
 
 
 def test_a_non_finite_step_is_numerics_with_the_module() -> None:
-    verdict, _ = run(
-        None, FindingKind.NONFINITE_LOSS, at=3, module=Smooth("root"), fit_options={"kind": "root"}
-    )
+    verdict, _ = run(None, FindingKind.NONFINITE_LOSS, at=3, module=Smooth("root"), fit_options={"kind": "root"})
     assert verdict is not None
     assert (verdict.kind, verdict.culprits) == (VerdictKind.NUMERICS, ("module:blocks.1.mixer",))
     assert (verdict.sample_ids, verdict.since_step, verdict.reproducible) == (("s14",), 3, True)
@@ -231,7 +229,13 @@ def test_a_parameter_that_is_not_finite_leads_to_the_snapshot_before_it() -> Non
     ("kind", "named", "verdict_kind", "culprits", "samples"),
     [
         (FindingKind.INVALID_BATCH, ("sample:a",), VerdictKind.DATA, ("sample:a",), ("a",)),
-        (FindingKind.NO_SUPERVISED_TOKENS, ("sample:a", "sample:b"), VerdictKind.DATA, ("sample:a", "sample:b"), ("a", "b")),
+        (
+            FindingKind.NO_SUPERVISED_TOKENS,
+            ("sample:a", "sample:b"),
+            VerdictKind.DATA,
+            ("sample:a", "sample:b"),
+            ("a", "b"),
+        ),
         (FindingKind.REPEATED_SAMPLES, ("cursor",), VerdictKind.DATA, ("cursor",), ()),
         (FindingKind.RESTART_JUMP, ("scheduler",), VerdictKind.OPTIMIZATION, ("scheduler",), ()),
         (FindingKind.RESTART_JUMP, ("cursor",), VerdictKind.DATA, ("cursor",), ()),
@@ -254,7 +258,9 @@ def test_the_budget_is_kept_and_said() -> None:
     assert verdict is not None
     assert verdict.kind is VerdictKind.UNDETERMINED
     assert verdict.evidence["forwards"] == 1
-    assert [e.name for e in verdict.experiments if e.result == "not run: budget spent"] == ["healthy batch, current weights"]
+    assert [e.name for e in verdict.experiments if e.result == "not run: budget spent"] == [
+        "healthy batch, current weights"
+    ]
 
 
 def test_a_verdict_goes_through_json() -> None:

@@ -1,6 +1,6 @@
-"""Run by torchrun-like hand in two processes: one fault on rank 1, every rank prints what it was told.
+"""Two processes, one fault of rank 1 after the other; every rank writes down each verdict that it was given.
 
-Usage: ``python triage_two_ranks.py FAULT``; faults: bad_rank, transient, masked_rank, reduction, healthy.
+Usage: ``python triage_two_ranks.py FOLDER``
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import logging
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -21,22 +22,21 @@ from lightning_sentinel.context import context_of
 from lightning_sentinel.incidents import Finding, FindingKind, Incident
 from lightning_sentinel.state.snapshot import take
 from lightning_sentinel.triage import investigate
+from lightning_sentinel.triage.window import restore_buffers
 
-STEP = 6
+SNAPSHOT, FAULTS = 4, {5: "healthy", 6: "transient", 7: "masked_rank", 8: "bad_rank"}
 
 
 class Fault(L.Callback):
-    def __init__(self, name: str) -> None:
-        self.name = name
-
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == 4:
+        if trainer.global_step == SNAPSHOT:
             context_of(trainer).snapshots.append(take(trainer))
-        if trainer.global_step != STEP or (trainer.global_rank != 1 and self.name != "reduction"):
+        name = FAULTS.get(trainer.global_step)
+        if trainer.global_rank != 1:
             return
-        if self.name == "bad_rank":
+        if name == "bad_rank":
             pl_module.head.weight.data.normal_(0.0, 10.0, generator=torch.Generator().manual_seed(1))
-        if self.name == "transient":
+        if name == "transient":
             fired: list[int] = []
 
             def hook(m: Any, args: Any, output: Any) -> Any:
@@ -46,7 +46,7 @@ class Fault(L.Callback):
                 return output / torch.zeros_like(output)
 
             pl_module.blocks[2].mixer.register_forward_hook(hook)
-        if self.name == "masked_rank":
+        if name == "masked_rank":
             batch["x"] = batch["x"].clone()
             batch["x"][:, -1] = 1.0
 
@@ -66,13 +66,16 @@ class MaskedMean(Net):
 class Gavel(L.Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         context = context_of(trainer)
-        if trainer.global_step != STEP:
+        if trainer.global_step not in FAULTS:
             return
+        step, name = trainer.global_step, FAULTS[trainer.global_step]
         record = context.record
         kind = FindingKind.NONFINITE_LOSS if record.has_nonfinite else FindingKind.RANK_OUTLIER
-        incident = Incident(1, STEP, STEP, 0, 0, findings=[Finding(kind, "test", STEP, 1.0, 0.0, "seen", ranks=(1,))])
+        incident = Incident(1, step, step, 0, 0, findings=[Finding(kind, "test", step, 1.0, 0.0, "seen", ranks=(1,))])
         verdict = investigate(trainer, pl_module, optimizer, incident, record)
-        print("VERDICT", trainer.global_rank, json.dumps(verdict.to_dict()), flush=True)
+        Path(sys.argv[1], f"{name}-{trainer.global_rank}.json").write_text(json.dumps(verdict.to_dict()))
+        context.held = True
+        restore_buffers(trainer)
         for p in pl_module.parameters():
             p.grad = None
 
@@ -82,10 +85,8 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     L.seed_everything(0, verbose=False)
-    name = sys.argv[1]
-    module: Any = MaskedMean() if name == "masked_rank" else Net()
     trainer = L.Trainer(
-        max_steps=STEP + 2,
+        max_steps=max(FAULTS) + 1,
         accelerator="cpu",
         devices=2,
         strategy=L.pytorch.strategies.DDPStrategy(process_group_backend="gloo"),
@@ -94,11 +95,11 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        callbacks=[Fault(name), NonFiniteTracer(), RankTelemetry(), Gavel()],
+        callbacks=[Fault(), NonFiniteTracer(), RankTelemetry(), Gavel()],
     )
     data = Samples("", 96, 0)
     sampler = DistributedSampler(data, 2, trainer.global_rank, shuffle=False)
-    trainer.fit(module, DataLoader(data, batch_size=4, sampler=sampler, collate_fn=collate))
+    trainer.fit(MaskedMean(), DataLoader(data, batch_size=4, sampler=sampler, collate_fn=collate))
 
 
 if __name__ == "__main__":
