@@ -267,3 +267,23 @@ def test_a_verdict_goes_through_json() -> None:
     verdict, _ = run(_wrong_targets)
     assert verdict is not None
     assert Verdict.from_dict(verdict.to_dict()).culprits == verdict.culprits
+
+
+@pytest.mark.parametrize(("moved", "kind", "culprits"), [([1], "data", ("source:code",)), ([0, 1], "undetermined", ())])
+def test_a_level_shift_of_one_source_is_that_sources(moved: list[int], kind: str, culprits: Any) -> None:
+    class Mixture(Case):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            batch["source"] = torch.tensor([0, 1, 0, 1])
+            if trainer.global_step >= STEP - 3:
+                shifted = torch.isin(batch["source"], torch.tensor(moved))
+                batch["y"] = torch.where(shifted[:, None], batch["y"] + 30.0, batch["y"])
+            super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+    case = Mixture(None, STEP)
+    gavel = Gavel(case, FindingKind.LEVEL_SHIFT, STEP, STEP - 3, {})
+    fit(Smooth(), [case, NonFiniteTracer(), RankTelemetry(sources=("prose", "code")), gavel], steps=STEP + 1)
+    [verdict] = case.verdicts
+    assert (str(verdict.kind), verdict.culprits) == (kind, culprits)
+    assert verdict.since_step == STEP - 3
+    if culprits:
+        assert verdict.sample_ids == (f"s{(STEP % 12) * 4 + 1}", f"s{(STEP % 12) * 4 + 3}")
