@@ -15,13 +15,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from ..incidents import Finding, FindingKind, Severity
 from ..record import FloatArray, StepRecord
 from .robust import MAD_TO_SIGMA, check_bound, check_count
+
+BoolArray = npt.NDArray[np.bool_]
+# The largest recent healthy score is forgotten at this rate a step.
+PEAK_DECAY = 0.999
 
 
 @dataclass(eq=False)
@@ -30,8 +36,9 @@ class RankOutlier:
 
     Args:
         threshold: Score of one step, in robust sigma, from which a rank is named.
-        threshold_2: Same for the sum over two steps divided by sqrt(2).
-        threshold_3: Same for the sum over three steps divided by sqrt(3).
+        false_per_step: Probability that a step names any healthy rank, were the scores normal; sets the thresholds of the sums
+            over two and three steps by the number of ranks.
+        tail: Multiple of the largest recent score of a healthy rank that a score must pass.
         cold_threshold: Same while there is too little history, in sigma of the spread between ranks.
         cold_relative: Smallest distance that counts without history, as a fraction of the median loss.
         min_jump: Smallest distance that counts, in nats.
@@ -44,8 +51,8 @@ class RankOutlier:
     """
 
     threshold: float = 7.5
-    threshold_2: float = 7.0
-    threshold_3: float = 6.6
+    false_per_step: float = 3e-7
+    tail: float = 1.3
     cold_threshold: float = 10.0
     cold_relative: float = 0.5
     min_jump: float = 0.02
@@ -58,13 +65,10 @@ class RankOutlier:
     name: ClassVar[str] = "rank_outlier"
 
     def __post_init__(self) -> None:
-        for field, value in (
-            ("threshold", self.threshold),
-            ("threshold_2", self.threshold_2),
-            ("threshold_3", self.threshold_3),
-            ("cold_threshold", self.cold_threshold),
-        ):
-            check_bound("RankOutlier", field, value, above=0.0)
+        check_bound("RankOutlier", "threshold", self.threshold, above=0.0)
+        check_bound("RankOutlier", "false_per_step", self.false_per_step, above=0.0, most=0.1)
+        check_bound("RankOutlier", "tail", self.tail, least=0.0)
+        check_bound("RankOutlier", "cold_threshold", self.cold_threshold, above=0.0)
         check_bound("RankOutlier", "cold_relative", self.cold_relative, above=0.0)
         check_bound("RankOutlier", "min_jump", self.min_jump, least=0.0)
         check_bound("RankOutlier", "min_relative", self.min_relative, least=0.0)
@@ -78,6 +82,7 @@ class RankOutlier:
         self._noise: FloatArray = np.empty(0)  # per-rank mean square
         self._common = math.nan
         self._last: FloatArray = np.empty((2, 0))  # scores of the two steps before
+        self._peak: FloatArray = np.zeros(3)  # largest healthy scores lately, over one, two and three steps
         self._named: set[int] = set()
         self._slow: FloatArray = np.empty(0)
         self._slow_named: set[int] = set()
@@ -94,6 +99,7 @@ class RankOutlier:
         self._offset, self._noise = np.zeros(world_size), np.zeros(world_size)
         self._common = math.nan
         self._last = np.zeros((2, world_size))
+        self._peak = np.zeros(3)
         self._named = set()
         self._slow = np.zeros(world_size)
         self._slow_named = set()
@@ -103,65 +109,73 @@ class RankOutlier:
         used = np.isfinite(loss) & (tokens > 0)
         if used.sum() < 2:
             return []
-        everywhere = bool(used.all())
-        common = float(np.median(loss if everywhere else loss[used]))
-        deviation = np.where(used, loss - common, 0.0)
-        residual = np.where(used, deviation - self._offset, 0.0)
+        warm = self._seen >= self.warmup
         # A mean over fewer tokens is noisier by the square root; at most by a factor of four, whatever a rank claims.
         weight = np.sqrt(np.clip(tokens / float(np.median(tokens[used])), 1 / 16, 16.0))
-        least = max(self.min_jump, self.min_relative * abs(common))
-        if self._seen < self.warmup:
-            spread = MAD_TO_SIGMA * float(np.median(np.abs(residual[used])))
-            if record.world_size < 4:
-                spread = math.inf if self._seen < 4 else max(spread, float(np.sqrt(self._noise.max())))
-            scale = np.full(record.world_size, max(spread, 0.01 * abs(common), 1e-9))
-            least = max(least, self.cold_relative * abs(common))
-            thresholds = (self.cold_threshold, self.cold_threshold, self.cold_threshold)
-        else:
-            pooled = float(np.median(self._noise))
-            scale = np.sqrt(np.maximum(self._noise, pooled)) / weight
-            scale = np.maximum(scale, max(1e-4 * abs(common), 1e-9))
-            thresholds = (self.threshold, self.threshold_2, self.threshold_3)
+        adjusted = np.where(used, loss - self._offset, 0.0)
+        common = float(np.median(adjusted if used.all() else adjusted[used]))
+        scale = self._scale(common, adjusted, used, weight)
+        # The mean of the ranks that agree is steadier than the median of all.
+        agree = used & (np.abs(adjusted - common) < 3.0 * scale)
+        if warm and record.world_size >= 4 and agree.any():
+            common = float(adjusted[agree].mean())
+        residual = np.where(used, adjusted - common, 0.0)
         score = residual / scale
         if record.world_size < 4:
             # The median of two or three is no majority: the rank must also have left its own level upwards.
-            risen = loss - (self._common + self._offset)
-            score = np.where(risen > 0.5 * residual, score, np.minimum(score, 0.0))
+            score = np.where(adjusted - self._common > 0.5 * residual, score, np.minimum(score, 0.0))
         sums = np.stack(
-            (score, (score + self._last[0]) / math.sqrt(2), (score + self._last[0] + self._last[1]) / math.sqrt(3))
+            (score, (score + self._last[0]) / math.sqrt(2.0), (score + self._last[0] + self._last[1]) / math.sqrt(3.0))
         )
-        over = sums > np.array(thresholds)[:, None]
+        least = max(self.min_jump, (self.min_relative if warm else self.cold_relative) * abs(common))
+        thresholds = self._thresholds(record.world_size, warm)
+        over = sums > thresholds[:, None]
         bad = over.any(axis=0) & (residual >= least)
         fresh = sorted(set(np.flatnonzero(bad).tolist()) - self._named, key=lambda r: -float(score[r]))
         findings = (
             [self._finding(record, fresh, loss, common, residual, scale, sums, over, thresholds)] if fresh else []
         )
-        self._accept(deviation, residual, weight, score, used & ~bad & (score < 6.0), common, bad)
+        self._accept(residual, weight, used & ~bad & (score < 6.0), common, sums, bad)
         self._last = np.stack((np.clip(score, -3.0, 10.0), self._last[0]))
         # Named once for as long as it stays away.
-        self._named = {r for r in self._named | set(fresh) if score[r] > 0.5 * thresholds[0]}
+        self._named = {r for r in self._named | set(fresh) if score[r] > 0.5 * self.threshold}
         return findings
 
+    def _thresholds(self, world_size: int, warm: bool) -> FloatArray:
+        """Limits for the scores of one, two and three steps."""
+        if not warm:
+            return np.full(3, self.cold_threshold)
+        normal = NormalDist().inv_cdf(1.0 - self.false_per_step / world_size)
+        return np.maximum(np.array((max(self.threshold, normal), normal, normal)), self.tail * self._peak)
+
+    def _scale(self, common: float, adjusted: FloatArray, used: BoolArray, weight: FloatArray) -> FloatArray:
+        """Noise of each rank in nats, ``[world_size]``."""
+        if self._seen >= self.warmup:
+            pooled = float(np.median(self._noise))
+            # Own noise only where it clearly exceeds the others': its estimate wavers by a seventh.
+            noise = np.where(self._noise > 2.0 * pooled, self._noise, pooled)
+            return np.asarray(np.maximum(np.sqrt(noise) / weight, max(1e-4 * abs(common), 1e-9)))
+        spread = MAD_TO_SIGMA * float(np.median(np.abs(adjusted[used] - common)))
+        if len(used) < 4:
+            spread = math.inf if self._seen < 4 else max(spread, float(np.sqrt(self._noise.max())))
+        return np.full(len(used), max(spread, 0.01 * abs(common), 1e-9))
+
     def _accept(
-        self,
-        deviation: FloatArray,
-        residual: FloatArray,
-        weight: FloatArray,
-        score: FloatArray,
-        good: Any,
-        common: float,
-        bad: Any,
+        self, residual: FloatArray, weight: FloatArray, good: BoolArray, common: float, sums: FloatArray, bad: BoolArray
     ) -> None:
         if bad.mean() > 0.5:
             return
         self._seen += 1
         rate = max(1.0 / self._seen, 1.0 / self.memory)
         self._offset += np.where(good, rate * residual, 0.0)
-        # The offset moves by `rate` towards the value, so the error left is (1 - rate) of it; the first says nothing.
+        # The offset moves by `rate` towards the value, so (1 - rate) of the square is noise; the first value says nothing.
         if self._seen > 1:
             noise_rate = max(1.0 / (self._seen - 1), 1.0 / self.memory)
-            square = (residual * weight) ** 2 * (1 - rate)
+            square = (residual * weight) ** 2 * (1.0 - rate)
             self._noise += np.where(good, noise_rate * (square - self._noise), 0.0)
+        if self._seen > self.warmup:
+            quiet = np.where(good, sums, 0.0).max(axis=1)
+            self._peak = np.maximum(self._peak * PEAK_DECAY, quiet)
         self._common = common if math.isnan(self._common) else self._common + 0.2 * (common - self._common)
 
     def _finding(
@@ -174,7 +188,7 @@ class RankOutlier:
         scale: FloatArray,
         sums: FloatArray,
         over: Any,
-        thresholds: tuple[float, ...],
+        thresholds: FloatArray,
     ) -> Finding:
         worst = fresh[0]
         length = int(np.argmax(over[:, worst]))
@@ -186,20 +200,20 @@ class RankOutlier:
             detector=self.name,
             step=record.step,
             score=float(sums[length, worst]),
-            threshold=thresholds[length],
+            threshold=float(thresholds[length]),
             unit="robust sigma",
             severity=Severity.INCIDENT,
             since_step=record.step - length,
             ranks=named,
             culprits=tuple(f"rank:{r}" for r in named),
             window=min(self._seen, self.memory),
-            message=f"Rank {worst} is at loss {loss[worst]:.4f} at step {record.step}{more}; the median of"
+            message=f"Rank {worst} is at loss {loss[worst]:.4f} at step {record.step}{more}; the level of"
             f" {record.world_size} ranks is {common:.4f} and this rank's usual offset {self_offset:+.4f}, so it is"
             f" {residual[worst]:.4f} nats or {sums[length, worst]:.1f} robust sigma off over {length + 1} step(s) (sigma"
             f" {scale[worst]:.4f}, limit {thresholds[length]:g}); the mean, {record.mean_loss:.4f}, hides it.",
             evidence={
                 "loss": float(loss[worst]),
-                "median": common,
+                "level": common,
                 "mean": record.mean_loss,
                 "offset": self_offset,
                 "steps": length + 1,
@@ -249,6 +263,7 @@ class RankOutlier:
             "noise": self._noise.copy(),
             "common": self._common,
             "last": self._last.copy(),
+            "peak": self._peak.copy(),
             "named": sorted(self._named),
             "slow": self._slow.copy(),
             "slow_named": sorted(self._slow_named),
@@ -260,6 +275,7 @@ class RankOutlier:
         self._noise = np.array(state["noise"], dtype=np.float64)
         self._common = float(state["common"])
         self._last = np.array(state["last"], dtype=np.float64)
+        self._peak = np.array(state["peak"], dtype=np.float64)
         self._named = set(state["named"])
         self._slow = np.array(state["slow"], dtype=np.float64)
         self._slow_named = set(state["slow_named"])

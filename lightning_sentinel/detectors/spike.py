@@ -34,9 +34,10 @@ from .base import mean_loss
 from .robust import RollingWindow, check_bound, check_count
 
 FAST = 5  # values in the short median
+CORRELATION_MEMORY = 256  # steps over which the autocorrelation is averaged
 # The tail of the accepted jumps: the part of them that counts as tail, the fewest, and Hill's index of a normal distribution
 # there with the number of values that it weighs as much as.
-TAIL_PART, TAIL_LEAST, TAIL_PRIOR, TAIL_PRIOR_WEIGHT = 0.02, 5, 0.15, 10
+TAIL_PART, TAIL_LEAST, TAIL_PRIOR, TAIL_PRIOR_WEIGHT = 0.02, 5, 0.12, 20
 
 
 @dataclass
@@ -51,6 +52,8 @@ class _Open:
     peak_step: int
     rows: int = 1  # records since the first, the first included
     elevated: int = 1  # of these, out of band
+    lasting: int = 1  # of these, not just the decay of the one before
+    jump: float = 0.0  # newest one above the level
     calm: int = 0  # newest ones in a row back near the level
     incident: bool = False
     shifted: bool = False
@@ -69,7 +72,7 @@ class Spike:
         gross_relative: Smallest jump that one value alone can make an incident, as a fraction of the expected loss.
         min_jump: Smallest jump that counts, in nats.
         min_relative: Smallest jump that counts, as a fraction of the expected loss.
-        confirm: Values out of band that make an incident.
+        confirm: Values out of band, each more than the decay of the one before, that make an incident.
         window: Prediction errors that the scale rests on.
         level_window: Accepted losses in the long median.
         tail_window: Accepted jumps that the tail rests on.
@@ -84,13 +87,13 @@ class Spike:
 
     threshold: float = 8.0
     tail: float = 1e-3
-    gross: float = 16.0
-    gross_tail: float = 1e-6
+    gross: float = 10.0
+    gross_tail: float = 1e-7
     gross_relative: float = 0.2
     min_jump: float = 0.005
     min_relative: float = 0.08
     confirm: int = 3
-    window: int = 32
+    window: int = 40
     level_window: int = 15
     tail_window: int = 2048
     warmup: int = 20
@@ -127,6 +130,7 @@ class Spike:
         self._errors = RollingWindow(self.window)  # the same without that lag
         self._jumps = RollingWindow(self.tail_window)  # standardised jumps of steps that were no incident
         self._recent = RollingWindow(self.shift_after)  # newest losses of an open spike
+        self._before = self._square = self._product = 0.0  # last clipped jump; running mean square and lag-1 product
         self._accepted = 0
         self._open: _Open | None = None
 
@@ -136,9 +140,12 @@ class Spike:
         """Expected loss and scale of the next step, in nats; ``(nan, nan)`` without history."""
         if not len(self._level):
             return math.nan, math.nan
-        center = min(self._fast.median, self._level.median)
-        floor = max(self.scale_floor * abs(center), 1e-12)
-        return center, max(self._errors.sigma, floor) if len(self._errors) >= FAST else floor
+        fast, slow = self._fast.median, self._level.median
+        floor = max(self.scale_floor * abs(slow), 1e-12)
+        scale = max(self._errors.sigma, floor) if len(self._errors) >= FAST else floor
+        if fast < slow and self._accepted >= self.warmup and slow - fast > self._band(slow, scale):
+            return slow, scale  # a few low outliers are no new level
+        return min(fast, slow), scale
 
     def tail_bound(self, probability: float) -> float:
         """Standardised jump that a healthy step passes with this probability, in robust sigma.
@@ -156,8 +163,16 @@ class Spike:
         xi = (excess + TAIL_PRIOR_WEIGHT * TAIL_PRIOR) / (k + TAIL_PRIOR_WEIGHT)
         return float(anchor * max(1.0, k / (n * probability)) ** xi)
 
+    def _band(self, center: float, scale: float) -> float:
+        return max(self.threshold * scale, self._least_jump(center))
+
     def _least_jump(self, center: float) -> float:
         return max(self.min_jump, self.min_relative * abs(center))
+
+    @property
+    def correlation(self) -> float:
+        """Lag-1 autocorrelation of the accepted standardised jumps, at least 0."""
+        return max(0.0, min(0.95, self._product / self._square)) if self._square > 0 else 0.0
 
     @property
     def is_open(self) -> bool:
@@ -176,7 +191,7 @@ class Spike:
         if self._accepted < self.warmup:
             return self._cold(record, loss, center, scale)
         jump = loss - center
-        band = max(self.threshold * scale, self._least_jump(center))
+        band = self._band(center, scale)
         if jump >= band:  # rarely: the tail costs more than the rest
             band = max(band, self.tail_bound(self.tail) * scale)
         if jump < band:
@@ -191,7 +206,13 @@ class Spike:
                 self._errors.push(error - self._lag.median)
             self._lag.push(error)
             if self._accepted >= self.warmup and self._open is None:
-                self._jumps.push(error / scale)
+                jump = error / scale
+                self._jumps.push(jump)
+                clipped = max(-3.0, min(3.0, jump))
+                rate = max(1.0 / len(self._jumps), 1.0 / CORRELATION_MEMORY)
+                self._square += rate * (clipped * clipped - self._square)
+                self._product += rate * (clipped * self._before - self._product)
+                self._before = clipped
         self._level.push(loss)
         self._fast.push(loss)
         self._accepted += 1
@@ -209,6 +230,7 @@ class Spike:
         restart = record.restart_step
         aligned = restart is not None and 0 <= record.step - restart <= self.restart_window
         self._open = _Open(record.step, center, scale, band, loss, record.step, restart_aligned=aligned)
+        self._open.jump = loss - center
         self._open.incident = incident or self.confirm == 1
         self._recent.clear()
         self._recent.push(loss)
@@ -272,12 +294,15 @@ class Spike:
         findings = []
         if jump >= spike.band:
             spike.elevated += 1
-            if not spike.incident and spike.elevated >= self.confirm:
+            # A shock in correlated noise falls by phi a step; what confirms a spike is what falls more slowly.
+            spike.lasting += jump >= 0.5 * (1.0 + self.correlation) * spike.jump
+            if not spike.incident and spike.lasting >= self.confirm:
                 spike.incident = True
                 findings.append(self._confirmed(record, spike, jump))
             if not spike.shifted and spike.elevated >= self.shift_after and self._stays(spike):
                 spike.shifted = True
                 findings.append(self._shifted(record, spike))
+        spike.jump = jump
         if spike.rows >= self.patience:
             if spike.incident and not spike.shifted:
                 findings.append(self._shifted(record, spike))
@@ -320,12 +345,12 @@ class Spike:
             record,
             FindingKind.SPIKE,
             Severity.INCIDENT,
-            score=float(spike.elevated),
+            score=float(spike.lasting),
             threshold=float(self.confirm),
             unit="steps out of band",
             life="open",
-            message=f"Loss out of band in {spike.elevated} of {spike.rows} steps since step {spike.since_step} (limit"
-            f" {self.confirm}), now {jump:.4f} nats above {spike.level:.4f}; the band ends {spike.band:.4f} above.",
+            message=f"Loss out of band in {spike.elevated} of {spike.rows} steps since step {spike.since_step},"
+            f" {spike.lasting} of them more than the decay of the one before (limit {self.confirm}), now {jump:.4f} nats above {spike.level:.4f}; the band ends {spike.band:.4f} above.",
         )
 
     def _shifted(self, record: StepRecord, spike: _Open) -> Finding:
@@ -404,6 +429,7 @@ class Spike:
             "errors": self._errors.state_dict(),
             "recent": self._recent.state_dict(),
             "jumps": self._jumps.state_dict(),
+            "correlation": [self._before, self._square, self._product],
             "accepted": self._accepted,
             "open": None if self._open is None else dict(vars(self._open)),
         }
@@ -415,5 +441,6 @@ class Spike:
         self._errors.load_state_dict(state["errors"])
         self._recent.load_state_dict(state["recent"])
         self._jumps.load_state_dict(state["jumps"])
+        self._before, self._square, self._product = (float(v) for v in state["correlation"])
         self._accepted = int(state["accepted"])
         self._open = None if state["open"] is None else _Open(**state["open"])
