@@ -12,9 +12,11 @@ Example:
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import difflib
 import inspect
+import re
 import sys
 import types
 import typing
@@ -58,43 +60,73 @@ def build_callbacks(cfg: DictConfig | Mapping[str, Any] | None, where: str = "ca
 
 
 def build(node: DictConfig | Mapping[str, Any], where: str) -> Any:
-    """``hydra.utils.instantiate`` with the constructor's own error and the key in front."""
+    """``hydra.utils.instantiate`` with the key in front of the constructor's own error. Containers arrive as plain ones."""
     from hydra.errors import InstantiationException
 
     try:
-        return instantiate(node)
+        return instantiate(node, **({} if "_convert_" in node else {"_convert_": "all"}))
     except InstantiationException as error:
         cause = error.__cause__
         if isinstance(cause, ValueError | TypeError):
-            raise ConfigError(f"{where}: {cause}") from cause
+            raise ConfigError(f"{_blamed(node, where, str(cause))}: {cause}") from cause
         raise
 
 
+def _blamed(node: DictConfig | Mapping[str, Any], where: str, message: str) -> str:
+    """``where``, down to the option that a constructor's error speaks of first."""
+    names = [str(name) for name in node if not str(name).startswith("_")]
+    places = [(match.start(), -len(name), name) for name in names if (match := re.search(rf"\b{name}\b", message))]
+    return f"{where}.{min(places)[2]}" if places else where
+
+
 def check_node(node: DictConfig | Mapping[str, Any], where: str) -> None:
-    """Compare a ``_target_`` node with the constructor it names: unknown keys and wrong types are errors."""
-    target = node["_target_"]
+    """Compare a ``_target_`` node with the constructor it names: unknown keys and wrong types are errors.
+
+    Types are looked at for this package's own classes only; other people's hints may promise less than they take.
+    """
+    target = str(node["_target_"])
     try:
         factory = get_object(target)
     except Exception as error:
-        raise ConfigError(f"{where}._target_ is {target!r}, which can't be imported: {error}") from error
-    if not str(target).startswith("lightning_sentinel."):
-        return  # other people's classes may take keyword arguments that we can't know
-    parameters = inspect.signature(factory).parameters
+        raise ConfigError(f"{where}._target_ is {target!r}, which can't be imported.{_import_hint(target)}") from error
     try:
-        hints = typing.get_type_hints(factory.__init__)
-    except NameError:
-        hints = {}
+        parameters = inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        return  # built in without a signature
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    hints = {}
+    if target.startswith("lightning_sentinel."):
+        hints = typing.get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
     values = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(node)
     assert isinstance(values, dict)
     for name, value in values.items():
         key = str(name)
         if key.startswith("_") and key.endswith("_"):
             continue
-        if key not in parameters:
+        if key not in parameters and not takes_any:
             raise ConfigError(f"{where}.{key} is no option of {target}.{nearest(key, parameters)}")
         hint = hints.get(key)
         if hint is not None and not fits(value, hint):
-            raise ConfigError(f"{where}.{key} is {value!r} ({type(value).__name__}), expected {describe(hint)}.")
+            advice = nearest(value, typing.get_args(hint)) if _is_choice(value, hint) else ""
+            raise ConfigError(
+                f"{where}.{key} is {value!r} ({type(value).__name__}), expected {describe(hint)}.{advice}"
+            )
+
+
+def _is_choice(value: Any, hint: Any) -> bool:
+    return isinstance(value, str) and typing.get_origin(hint) is Literal
+
+
+def _import_hint(target: str) -> str:
+    """The nearest class of this package, or what the import itself says."""
+    if not target.startswith("lightning_sentinel."):
+        try:
+            get_object(target)
+        except Exception as error:
+            return f" {error}"
+    import lightning_sentinel
+
+    return nearest(target, [f"lightning_sentinel.{name}" for name in lightning_sentinel.__all__])
 
 
 def nearest(name: str, valid: Sequence[str] | Mapping[str, object]) -> str:
@@ -170,40 +202,64 @@ def suggest_names(config_dir: str | Path, config_name: str = "config") -> Iterat
 
 
 def misspelt_overrides(arguments: Sequence[str], config_dir: str | Path, config_name: str = "config") -> list[str]:
-    """One line for each override whose key is not in the configuration."""
+    """One line for each override whose key, group or option is not in the configuration.
+
+    Args:
+        arguments: The command line without the program's name; what is not an override is left out.
+        config_dir: The application's configuration folder.
+        config_name: Its primary configuration, unless the command line names another one.
+    """
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    try:
-        overrides = OverridesParser.create().parse_overrides([a for a in arguments if not a.startswith("-")])
-    except HydraException:
-        return []
-    GlobalHydra.instance().clear()
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-name", "-cn", default=config_name)
+    config_name = parser.parse_known_args(arguments)[0].config_name
     lines = []
-    with initialize_config_dir(str(Path(config_dir).resolve()), version_base="1.3"):
-        loader = GlobalHydra.instance().config_loader()
-        groups = set(_all_groups(loader))
-        chosen = [o for o in overrides if o.key_or_group in groups and not o.is_delete()]
-        try:
-            cfg = compose(config_name, [str(o.input_line) for o in chosen], return_hydra_config=True)
-        except HydraException:  # one of the chosen options does not exist: said below
-            cfg = compose(config_name, return_hydra_config=True)
-        known = {*_keys(cfg), *groups}
-        for override in overrides:
-            key = override.key_or_group
-            if override.is_add() or override.is_delete():
-                continue
-            if key in groups:
-                options = loader.get_group_options(key)
-                value = override.value()
-                if isinstance(value, str) and value not in options and "/" not in value:
-                    lines.append(f"{key}={value}: no such option.{nearest(value, options)}")
-            elif key not in known:
-                close = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.4)
-                lines.append(f"{key}: no such key." + (f" Nearest valid name: {close[0]}" if close else ""))
+    GlobalHydra.instance().clear()
+    try:
+        overrides = OverridesParser.create().parse_overrides([a for a in arguments if re.match(r"[^-].*=", a)])
+        with initialize_config_dir(str(Path(config_dir).resolve()), version_base="1.3"):
+            loader = GlobalHydra.instance().config_loader()
+            groups = set(_all_groups(loader))
+            chosen = [
+                o for o in overrides if o.key_or_group in groups and not o.is_delete() and not o.is_sweep_override()
+            ]
+            try:
+                cfg = compose(config_name, [str(o.input_line) for o in chosen], return_hydra_config=True)
+            except HydraException:  # one of the chosen options does not exist: said below
+                cfg = compose(config_name, return_hydra_config=True)
+            known = {*_keys(cfg), *groups}
+            for override in overrides:
+                key = override.key_or_group
+                if key in groups:
+                    lines += [line for option in _options(override) if (line := _misspelt_option(loader, key, option))]
+                elif key not in known and not override.is_add() and not override.is_delete():
+                    close = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.4)
+                    lines.append(f"{key}: no such key." + (f" Nearest valid name: {close[0]}" if close else ""))
+    except HydraException:
+        return []  # the configuration itself is broken: what Hydra has said is all there is to say
+    finally:
+        GlobalHydra.instance().clear()
     return lines
+
+
+def _options(override: Any) -> list[str]:
+    """The options that an override of a group chooses; several in a sweep."""
+    value = override.value()
+    values = value.list if override.is_choice_sweep() else value if isinstance(value, list) else [value]
+    return [v for v in values if isinstance(v, str)]
+
+
+def _misspelt_option(loader: Any, group: str, option: str) -> str | None:
+    folder, _, name = option.rpartition("/")
+    options = loader.get_group_options(f"{group}/{folder}" if folder else group)
+    if name in options or f"{name}.yaml" in options:
+        return None
+    valid = [f"{folder}/{o}" if folder else o for o in options]
+    return f"{group}={option}: no such option.{nearest(option, valid) if valid else ''}"
 
 
 def _all_groups(loader: Any, parent: str = "") -> Iterator[str]:

@@ -39,8 +39,8 @@ INTERPOLATED = {
     ("batch_validator", "vocabulary_size"): ("model.vocab_size", "null"),
     ("rank_telemetry", "vocabulary_size"): ("model.vocab_size", "null"),
     ("incident_response", "mode"): ("policy.mode", "observe"),
-    ("incident_response", "ladders"): ("policy.ladders", "{}"),
-    ("incident_response", "budgets"): ("policy.budgets", "{}"),
+    ("incident_response", "ladders"): ("policy.ladders", "null"),
+    ("incident_response", "budgets"): ("policy.budgets", "null"),
 }
 
 WIDTH = 112
