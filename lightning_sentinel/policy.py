@@ -75,13 +75,20 @@ REPORT_ONLY = frozenset({FindingKind.STRAGGLER, FindingKind.UNSEEN_SAMPLES, Find
 NEEDS_ROLLBACK = frozenset({Action.RETRY_STEP, Action.ROLLBACK_REPLAY, Action.ROLLBACK_SKIP})
 
 
-def case_of(verdict: Verdict, kinds: frozenset[FindingKind] | set[FindingKind], *, neutralised: bool = False) -> str:
+def case_of(
+    verdict: Verdict,
+    kinds: frozenset[FindingKind] | set[FindingKind],
+    *,
+    neutralised: bool = False,
+    scaled: bool = False,
+) -> str:
     """Which ladder answers this verdict.
 
     Args:
         verdict: What the triage found.
         kinds: Kinds of the incident's findings of severity *incident*.
         neutralised: True if the bad samples were taken out of the batch before the forward pass.
+        scaled: True if a loss scale is in force: then every non-finite step also damages the scale.
     """
     culprits = verdict.culprits
 
@@ -98,7 +105,8 @@ def case_of(verdict: Verdict, kinds: frozenset[FindingKind] | set[FindingKind], 
                 return "data/source"
             return "data/neutralised" if neutralised else "data/samples"
         case VerdictKind.NUMERICS:
-            return "numerics/scale" if FindingKind.SCALE_COLLAPSE in kinds else "numerics/step"
+            damages_scale = FindingKind.SCALE_COLLAPSE in kinds or (scaled and bool(kinds & NONFINITE))
+            return "numerics/scale" if damages_scale else "numerics/step"
         case VerdictKind.INFRASTRUCTURE:
             if verdict.reproducible is False and kinds & NONFINITE:
                 return "infrastructure/transient"

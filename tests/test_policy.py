@@ -41,6 +41,11 @@ def test_which_ladder(
     assert case_of(Verdict(kind, culprits, reproducible=reproducible), kinds) == case
 
 
+def test_under_a_loss_scale_every_nonfinite_step_damages_the_scale() -> None:
+    verdict = Verdict(NUMERICS, ("module:layers.1",), reproducible=True)
+    assert case_of(verdict, {NAN}, scaled=True) == "numerics/scale"
+
+
 def test_samples_taken_out_of_the_batch_beforehand() -> None:
     verdict = Verdict(DATA, ("sample:a",))
     assert case_of(verdict, {FindingKind.INVALID_BATCH}, neutralised=True) == "data/neutralised"

@@ -214,7 +214,8 @@ class IncidentResponse(SentinelCallback):
             watch.examined_answers = watch.answers
         verdict = incident.verdict
         neutralised = bool(findings) and all(bool(f.evidence.get("neutralised")) for f in findings)
-        watch.case = case_of(verdict, incident.kinds | kinds, neutralised=neutralised)
+        scaled = _has_scaler(trainer)
+        watch.case = case_of(verdict, incident.kinds | kinds, neutralised=neutralised, scaled=scaled)
         since = verdict.since_step if verdict.since_step is not None else incident.since_step
         watch.before = [p for p in watch.before if p.step < since]
         if watch.restored is not None and watch.case in _STATE_AT_FAULT:
@@ -395,9 +396,8 @@ class IncidentResponse(SentinelCallback):
         self._journal_action(trainer, incident)
         if action is Action.SKIP_STEP:
             self.actuator.hold(trainer, optimizer)
-            if watch.case == "numerics/scale":
-                self.actuator.keep_scale(trainer)
-            elif self._passed_in_batch:
+            self.actuator.keep_scale(trainer)  # a held step leaves the scale as it is, too
+            if self._passed_in_batch:
                 self._undo_earlier_update(trainer, incident, record, choice)
         elif action is Action.REDUCE_LR:
             self.actuator.hold(trainer, optimizer)
@@ -549,10 +549,10 @@ class IncidentResponse(SentinelCallback):
         context.write(trainer, f"action.{action}", incident=incident.number, **entry)
         context.journal.flush()
 
-    def _scaler_handles(self, trainer: Trainer, record: StepRecord) -> bool:
+    @staticmethod
+    def _scaler_handles(trainer: Trainer, record: StepRecord) -> bool:
         """A fp16 overflow (finite loss, non-finite gradients under a scaler) is skipped by the scaler itself."""
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        return scaler is not None and scaler.is_enabled() and not record.column("nonfinite_loss").any()
+        return _has_scaler(trainer) and not record.column("nonfinite_loss").any()
 
     # -------------------------------------------------------------------------------------------------------- state
 
@@ -609,6 +609,11 @@ def _verdict_from_findings(incident: Incident, record: StepRecord) -> Verdict:
     else:
         kind, samples = VerdictKind.UNDETERMINED, ()
     return Verdict(kind, culprits, "from the findings alone", incident.since_step, sample_ids=samples)
+
+
+def _has_scaler(trainer: Trainer) -> bool:
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler is not None and bool(scaler.is_enabled())
 
 
 def _loaders(trainer: Trainer) -> list[Any]:

@@ -140,7 +140,7 @@ def test_a_permanent_reduction_starts_a_new_experiment() -> None:
 
 def test_lower_loss_scale_under_a_real_scaler() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
-    ladders = {"numerics/step": ["lower_loss_scale", "stop"]}
+    ladders = {"numerics/scale": ["lower_loss_scale", "stop"]}
     callbacks = suite(mode="recover", ladders=ladders)
     fit(net(gains={10: NAN}), callbacks, max_steps=12, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
     assert scaler.get_scale() == 512.0 / 16
@@ -163,7 +163,7 @@ def test_held_under_fp16_with_and_without_a_fused_optimizer(fused: bool) -> None
 
     healthy, module = made(), made(gains={15: NAN})
     run(healthy, [], 15)
-    run(module, suite(mode="guard"), 16)
+    assert run(module, suite(mode="guard"), 16) == 256.0  # the scale is not halved for a step that was held
     assert same_bits(weights(healthy), weights(module))
 
 
