@@ -32,8 +32,9 @@ class RankOutlierDetector(DetectorCallback):
 
     Args:
         threshold: Score of one step, in robust sigma, from which a rank is named.
-        threshold_2: Same for the sum over two steps divided by sqrt(2).
-        threshold_3: Same for the sum over three steps divided by sqrt(3).
+        false_per_step: Probability that a step names any healthy rank, were the scores normal; sets the thresholds of the sums
+            over two and three steps by the number of ranks.
+        tail: Multiple of the largest recent score of a healthy rank that a score must pass.
         cold_threshold: Same while there is too little history, in sigma of the spread between ranks.
         cold_relative: Smallest distance that counts without history, as a fraction of the median loss.
         min_jump: Smallest distance that counts, in nats.
@@ -48,8 +49,7 @@ class RankOutlierDetector(DetectorCallback):
     def __init__(
         self,
         threshold: float = RankOutlier.threshold,
-        threshold_2: float = RankOutlier.threshold_2,
-        threshold_3: float = RankOutlier.threshold_3,
+        tail: float = RankOutlier.tail,
         cold_threshold: float = RankOutlier.cold_threshold,
         cold_relative: float = RankOutlier.cold_relative,
         min_jump: float = RankOutlier.min_jump,
@@ -62,8 +62,7 @@ class RankOutlierDetector(DetectorCallback):
     ) -> None:
         self.detector = RankOutlier(
             threshold=threshold,
-            threshold_2=threshold_2,
-            threshold_3=threshold_3,
+            tail=tail,
             cold_threshold=cold_threshold,
             cold_relative=cold_relative,
             min_jump=min_jump,

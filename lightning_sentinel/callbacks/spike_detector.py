@@ -36,7 +36,7 @@ class SpikeDetector(DetectorCallback):
         gross_relative: Smallest jump that one value alone can make an incident, as a fraction of the expected loss.
         min_jump: Smallest jump that counts, in nats.
         min_relative: Smallest jump that counts, as a fraction of the expected loss.
-        confirm: Values out of band that make an incident.
+        confirm: Values out of band, each more than the decay of the one before, that make an incident.
         window: Prediction errors that the scale rests on.
         level_window: Accepted losses in the long median.
         tail_window: Accepted jumps that the tail rests on.

@@ -120,7 +120,9 @@ class RankOutlier:
         if warm and record.world_size >= 4 and agree.any():
             common = float(adjusted[agree].mean())
         residual = np.where(used, adjusted - common, 0.0)
-        score = residual / scale
+        # A rank that is part of the mean pulls it along; the same scale for one that is not needs the same shrinkage.
+        joined = float(agree.sum())
+        score = np.where(agree, residual, residual * (joined / (joined + 1.0)) if warm else residual) / scale
         if record.world_size < 4:
             # The median of two or three is no majority: the rank must also have left its own level upwards.
             score = np.where(adjusted - self._common > 0.5 * residual, score, np.minimum(score, 0.0))
@@ -146,7 +148,9 @@ class RankOutlier:
         if not warm:
             return np.full(3, self.cold_threshold)
         normal = NormalDist().inv_cdf(1.0 - self.false_per_step / world_size)
-        return np.maximum(np.array((max(self.threshold, normal), normal, normal)), self.tail * self._peak)
+        normal *= 1.0 + 4.0 / self._seen  # offsets and noise are estimates
+        limits: FloatArray = np.maximum((max(self.threshold, normal), normal, normal), self.tail * self._peak)
+        return limits
 
     def _scale(self, common: float, adjusted: FloatArray, used: BoolArray, weight: FloatArray) -> FloatArray:
         """Noise of each rank in nats, ``[world_size]``."""
@@ -154,7 +158,8 @@ class RankOutlier:
             pooled = float(np.median(self._noise))
             # Own noise only where it clearly exceeds the others': its estimate wavers by a seventh.
             noise = np.where(self._noise > 2.0 * pooled, self._noise, pooled)
-            return np.asarray(np.maximum(np.sqrt(noise) / weight, max(1e-4 * abs(common), 1e-9)))
+            scale: FloatArray = np.maximum(np.sqrt(noise) / weight, max(1e-4 * abs(common), 1e-9))
+            return scale
         spread = MAD_TO_SIGMA * float(np.median(np.abs(adjusted[used] - common)))
         if len(used) < 4:
             spread = math.inf if self._seen < 4 else max(spread, float(np.sqrt(self._noise.max())))
