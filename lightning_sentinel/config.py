@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import importlib
 import inspect
 import re
 import sys
@@ -118,15 +119,17 @@ def _is_choice(value: Any, hint: Any) -> bool:
 
 
 def _import_hint(target: str) -> str:
-    """The nearest class of this package, or what the import itself says."""
-    if not target.startswith("lightning_sentinel."):
-        try:
-            get_object(target)
-        except Exception as error:
-            return f" {error}"
+    """The nearest class of this package where there is no such class, else what the import itself says."""
     import lightning_sentinel
 
-    return nearest(target, [f"lightning_sentinel.{name}" for name in lightning_sentinel.__all__])
+    package, _, name = target.rpartition(".")
+    if package == "lightning_sentinel" and name not in lightning_sentinel.__all__:
+        return nearest(target, [f"lightning_sentinel.{public}" for public in lightning_sentinel.__all__])
+    try:
+        getattr(importlib.import_module(package or target), name)
+    except Exception as error:
+        return f" {type(error).__name__}: {error}"
+    return ""
 
 
 def nearest(name: str, valid: Sequence[str] | Mapping[str, object]) -> str:
@@ -161,26 +164,36 @@ def fits(value: Any, hint: Any) -> bool:
     kind = origin or hint
     if not inspect.isclass(kind):
         return True
+    inner = typing.get_args(hint)
     if issubclass(kind, Mapping):
         return isinstance(value, Mapping)
-    if issubclass(kind, str):
-        return isinstance(value, str)
-    if issubclass(kind, Sequence | set | frozenset | tuple | list):
-        return isinstance(value, list | tuple)
+    if issubclass(kind, Sequence | set | frozenset):
+        return isinstance(value, list | tuple) and (not inner or all(fits(item, inner[0]) for item in value))
     if kind.__module__ == "collections.abc":
-        return callable(value) or isinstance(value, Mapping | list)
-    return True
+        return callable(value)
+    return isinstance(value, kind)
 
 
 def describe(hint: Any) -> str:
-    """A type hint in words."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+    """A type hint in the words of a configuration file.
+
+    Example:
+        >>> describe(Sequence[str] | None)
+        'a list or null'
+    """
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
         return " or ".join(describe(h) for h in typing.get_args(hint))
-    if typing.get_origin(hint) is Literal:
+    if origin is Literal:
         return "one of " + ", ".join(repr(v) for v in typing.get_args(hint))
     if hint is type(None):
         return "null"
-    return getattr(hint, "__name__", str(hint))
+    kind = origin or hint
+    if kind in (str, int, float, bool, Path) or not inspect.isclass(kind):
+        return getattr(hint, "__name__", str(hint))
+    if issubclass(kind, Mapping):
+        return "a mapping"
+    return "a list" if issubclass(kind, Sequence | set | frozenset) else "a node with _target_"
 
 
 @contextlib.contextmanager
