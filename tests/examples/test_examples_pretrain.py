@@ -113,9 +113,9 @@ def test_model_too_small_for_the_data_is_refused(tmp_path: Path) -> None:
 
 
 def test_value_out_of_bounds_is_refused_with_its_key(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^model: width must be a whole number of at least 1, got 0$"):
+    with pytest.raises(ValueError, match=r"^model.width: width must be a whole number of at least 1, got 0$"):
         pretrain.pretrain(config(tmp_path, *BARE, *TINY, "model.width=0"))
-    with pytest.raises(ValueError, match=r"^optimizer: learning_rate must be above 0, got -1$"):
+    with pytest.raises(ValueError, match=r"^optimizer.learning_rate: learning_rate must be above 0, got -1$"):
         pretrain.pretrain(config(tmp_path, *BARE, *TINY, "optimizer.learning_rate=-1"))
 
 
