@@ -61,6 +61,7 @@ class RunContext:
         history: The newest records on the current path that passed the gate, oldest first; goes back with a rollback.
         rates: Learning rates of the newest steps, ``(step, planned, actual)``, one rate per parameter group; ``planned``
             is what the scheduler last set, or None without a scheduler. Goes back with a rollback.
+        unapplied: Steps on the current path, newest last, whose update was kept out of the weights.
         incidents: All incidents of this run, oldest first.
         ledger: Who is quarantined, since when and why; None until a callback needs it.
         infra_events: Recent infrastructure events, as the user's launcher reported them.
@@ -82,6 +83,7 @@ class RunContext:
         self.snapshots: deque[Snapshot] = deque()
         self.history: deque[StepRecord] = deque(maxlen=256)
         self.rates: deque[tuple[int, tuple[float, ...] | None, tuple[float, ...]]] = deque(maxlen=1024)
+        self.unapplied: deque[int] = deque(maxlen=256)
         self.incidents: list[Incident] = []
         self.ledger: QuarantineLedger | None = None
         self.infra_events: deque[dict[str, Any]] = deque(maxlen=64)
@@ -107,6 +109,12 @@ class RunContext:
             self.history.pop()
         while self.rates and self.rates[-1][0] >= step:
             self.rates.pop()
+        while self.unapplied and self.unapplied[-1] >= step:
+            self.unapplied.pop()
+
+    def weights_untouched_since(self, since: int, step: int) -> bool:
+        """True if no update of the steps ``since .. step - 1`` has reached the weights."""
+        return step - since <= len(self.unapplied) and set(range(since, step)) <= set(self.unapplied)
 
     def write(self, trainer: Trainer, event: str, **fields: Any) -> None:
         """Write one event at the trainer's current step."""

@@ -221,6 +221,7 @@ class IncidentResponse(SentinelCallback):
         if watch.restored is not None and watch.case in _STATE_AT_FAULT:
             since = min(since, watch.restored - 1)  # that restore point did not help: it holds the damage already
         nonfinite = record.has_nonfinite and not self._scaler_handles(trainer, record)
+        untouched = self.context(trainer).weights_untouched_since(min(since, record.step), record.step)
         situation = Situation(
             case=watch.case,
             repetition=watch.answers,

@@ -250,6 +250,8 @@ class RankTelemetry(SentinelCallback):
         skipped_by_scaler = bool(record.column("nonfinite_grads").any()) and _has_scaler(trainer)
         applied = self._has_grads and not context.held and not skipped_by_scaler
         context.applied_steps += applied
+        if not applied:
+            context.unapplied.append(record.step)
         if not context.held and not any(f.severity is Severity.INCIDENT for f in findings):
             context.history.append(record)
         self._keep_row(trainer, record, applied)
