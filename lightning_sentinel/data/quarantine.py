@@ -206,7 +206,7 @@ def read_ledger(path: Path) -> tuple[list[Entry], int]:
     """Entries of a ledger file and the number of lines that could not be read; a missing file is an empty ledger."""
     try:
         data = path.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return [], 0
     except OSError as error:
         log.warning("The quarantine ledger %s can not be read: %s", path, error)
