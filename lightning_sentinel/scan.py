@@ -1,8 +1,8 @@
 """The default detectors on a finished or growing log: no callback, no Trainer.
 
-``watch()`` gives the shipped detectors with the shipped thresholds, one loss at a time; ``lightning-sentinel scan FILE...`` reads
-logs that others wrote. Formats: CSV (Lightning's ``metrics.csv`` too), JSON lines, Hugging Face's ``trainer_state.json``,
-TensorBoard event files (where tensorboard is installed), and the suite's own journal or run folder.
+``watch()`` gives the shipped detectors with the shipped thresholds, one loss at a time; ``lightning-sentinel scan
+FILE...`` reads logs that others wrote. Formats: CSV (Lightning's ``metrics.csv`` too), JSON lines, Hugging Face's
+``trainer_state.json``, TensorBoard event files (where tensorboard is installed), and the suite's own journal or run folder.
 
 Example:
     >>> suite = watch(1000)
@@ -17,6 +17,7 @@ import csv
 import difflib
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -236,7 +237,7 @@ LOSS_NAMES = (
 )
 NORM_NAMES = ("grad_norm", "gradient_norm", "train/grad_norm", "optim/total_grad_norm", "grad norm", "gnorm", "norm")
 SCALE_NAMES = ("loss_scale", "loss scale", "scale", "sentinel/loss_scale", "scaler")
-NOT_TRAINING = ("val", "eval", "test", "scale", "valid")
+NOT_TRAINING = {"val", "eval", "evaluation", "test", "scale", "valid", "validation"}
 
 
 def guess_columns(names: Sequence[str], wanted: Columns | None = None) -> Columns:
@@ -268,8 +269,13 @@ def _pick(names: Sequence[str], wanted: str | None, known: Sequence[str], parts:
     for name in known:
         if name in lower:
             return lower[name]
-    training = [n for n in names if parts and not any(word in n.lower() for word in NOT_TRAINING if word not in parts)]
-    allowed = [n for n in training if any(part in n.lower() for part in parts)]
+    allowed_words = [word for part in parts for word in re.split(r"[^a-z0-9]+", part)]
+    about = {name: set(re.split(r"[^a-z0-9]+", name.lower())) for name in names}
+    allowed = [
+        name
+        for name in names
+        if any(part in name.lower() for part in parts) and not (about[name] & NOT_TRAINING) - set(allowed_words)
+    ]
     return allowed[0] if allowed else None
 
 

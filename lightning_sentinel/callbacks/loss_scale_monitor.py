@@ -44,8 +44,8 @@ def _values(grad: Tensor) -> Tensor:
 def skipped_by_scaler(trainer: Trainer, optimizer: Optimizer) -> bool:
     """True if the live scaler will skip this optimizer's step; call it in ``on_before_optimizer_step``.
 
-    The scaler's own flags say so where it has unscaled the gradients. A fused optimizer unscales inside its step and leaves no
-    flags before, so there the gradients are looked at.
+    The scaler's own flags say so where it has unscaled the gradients. A fused optimizer unscales inside its step and
+    leaves no flags before, so there the gradients are looked at.
     """
     scaler = live_scaler(trainer)
     if scaler is None:

@@ -32,8 +32,8 @@ class RankOutlierDetector(DetectorCallback):
 
     Args:
         threshold: Score of one step, in robust sigma, from which a rank is named.
-        false_per_step: Probability that a step names any healthy rank, were the scores normal; sets the thresholds of the sums
-            over two and three steps by the number of ranks.
+        false_per_step: Probability that a step names any healthy rank, were the scores normal; sets the thresholds of
+            the sums over two and three steps by the number of ranks.
         tail: Multiple of the largest recent score of a healthy rank that a score must pass.
         cold_threshold: Same while there is too little history, in sigma of the spread between ranks.
         cold_relative: Smallest distance that counts without history, as a fraction of the median loss.
@@ -49,6 +49,7 @@ class RankOutlierDetector(DetectorCallback):
     def __init__(
         self,
         threshold: float = RankOutlier.threshold,
+        false_per_step: float = RankOutlier.false_per_step,
         tail: float = RankOutlier.tail,
         cold_threshold: float = RankOutlier.cold_threshold,
         cold_relative: float = RankOutlier.cold_relative,
@@ -62,6 +63,7 @@ class RankOutlierDetector(DetectorCallback):
     ) -> None:
         self.detector = RankOutlier(
             threshold=threshold,
+            false_per_step=false_per_step,
             tail=tail,
             cold_threshold=cold_threshold,
             cold_relative=cold_relative,

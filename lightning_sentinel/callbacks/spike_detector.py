@@ -52,7 +52,9 @@ class SpikeDetector(DetectorCallback):
     def __init__(
         self,
         threshold: float = Spike.threshold,
+        tail: float = Spike.tail,
         gross: float = Spike.gross,
+        gross_tail: float = Spike.gross_tail,
         gross_relative: float = Spike.gross_relative,
         min_jump: float = Spike.min_jump,
         min_relative: float = Spike.min_relative,
@@ -70,7 +72,9 @@ class SpikeDetector(DetectorCallback):
     ) -> None:
         self.detector = Spike(
             threshold=threshold,
+            tail=tail,
             gross=gross,
+            gross_tail=gross_tail,
             gross_relative=gross_relative,
             min_jump=min_jump,
             min_relative=min_relative,

@@ -1,17 +1,18 @@
 """Losses that stop returning: a level that shifts and stays, and a trend that rises.
 
-**Level shift.** The accepted losses give a level, a marginal sigma and a lag-1 autocorrelation phi. Each new loss is whitened,
+**Level shift.** The accepted losses give a level, a marginal sigma and a lag-1 autocorrelation phi. Each new loss is
+whitened,
 
     ``z = ((x - level) - phi (x_before - level)) / (sigma sqrt(1 - phi^2))``, clipped to +-``clip``,
 
-in which a shift of ``shift`` sigma is worth ``d = shift (1 - phi) / sqrt(1 - phi^2)``. The one-sided CUSUM (Page 1954) of the log
-likelihood ratio, ``S = max(0, S + d z - d^2 / 2)``, is the evidence in nats for "the level has risen"; it is a level shift when it
-passes ``threshold`` and the median since ``S`` was last 0 lies far enough above the level.
+in which a shift of ``shift`` sigma is worth ``d = shift (1 - phi) / sqrt(1 - phi^2)``. The one-sided CUSUM (Page 1954)
+of the log likelihood ratio, ``S = max(0, S + d z - d^2 / 2)``, is the evidence in nats for "the level has risen"; it
+is a level shift when it passes ``threshold`` and the median since ``S`` was last 0 lies far enough above the level.
 
 **Lost ground.** The median of the newest ``short`` losses is compared with the smallest one so far. It is a level shift when
-the rise is at least ``lost_relative`` of that, ``lost_sigma`` times the noise and ``LOST_RANGE`` times the range of these losses
-without the extremes. The noise is the MAD of differences from step to step, with a long history also the sigma above. This
-needs little history, so it also sees what happens before there is a baseline.
+the rise is at least ``lost_relative`` of that, ``lost_sigma`` times the noise and ``LOST_RANGE`` times the range of
+these losses without the extremes. The noise is the MAD of differences from step to step, with a long history also the
+sigma above. This needs little history, so it also sees what happens before there is a baseline.
 
 **Trend.** Means of ``block`` steps go through the Mann-Kendall test with Hamed and Rao's correction for autocorrelation; a
 Theil-Sen slope gives its size.

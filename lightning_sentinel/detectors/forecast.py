@@ -1,13 +1,12 @@
 """Where the loss would be now, had the incident not happened: the band that says whether a run has recovered.
 
-From the newest accepted losses before the incident, a robust line in the logarithm of the step (Theil-Sen) gives a level now and
-a descent to come. A later loss is fine anywhere between the continued descent and no descent at all, so
+From the newest accepted losses before the incident, a robust line in the logarithm of the step (Theil-Sen) gives a
+level now and a descent to come. A later loss is fine anywhere between the continued descent and no descent at all, so
 
     ``z = (loss - level) / s`` above the level at the incident, ``(loss - line) / s`` below the continued line, 0 between,
 
-with ``s`` the MAD scale of the residuals around the line, widened by the uncertainty of the level, ``sqrt(1 + k / n)``, where ``k`` is the
-variance inflation of a median of ``n`` autocorrelated values. A single value has to be judged; for a mean over ``m`` values divide ``s`` by
-``sqrt(m)`` at most as far as the level's own uncertainty.
+with ``s`` the MAD scale of the residuals around the line (at least a floor), times ``sqrt(1 + (pi / 2) / n)`` for the
+uncertainty of a level that is the median of ``n`` values.
 
 Example:
     >>> band = ForecastBand.fit([(s, 2.0 + 0.01 * (-1) ** s) for s in range(100)])

@@ -137,9 +137,11 @@ class LossScale:
             ranks=ranks,
             window=self._consecutive,
             since_step=self._since_step,
-            message=f"fp16 gradients overflowed at step {record.step} with a loss scale of {scale:,.0f}: a scaled value passed"
+            message=f"fp16 gradients overflowed at step {record.step} with a loss scale of {scale:,.0f}: a scaled"
+            f" value passed"
             f" {FP16_MAX:,.0f}, the largest finite fp16 number (the next power of two, 65,536, is infinite). The scaler skips"
-            f" this step and lowers the scale; overflow {self._consecutive} in a row, {self.max_consecutive} make an incident.",
+            f" this step and lowers the scale; overflow {self._consecutive} in a row, {self.max_consecutive} make"
+            f" an incident.",
             evidence={"loss_scale": scale, "overflows": self._overflows, "applied_steps": self._applied},
         )
 

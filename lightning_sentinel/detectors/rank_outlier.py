@@ -36,8 +36,8 @@ class RankOutlier:
 
     Args:
         threshold: Score of one step, in robust sigma, from which a rank is named.
-        false_per_step: Probability that a step names any healthy rank, were the scores normal; sets the thresholds of the sums
-            over two and three steps by the number of ranks.
+        false_per_step: Probability that a step names any healthy rank, were the scores normal; sets the thresholds of
+            the sums over two and three steps by the number of ranks.
         tail: Multiple of the largest recent score of a healthy rank that a score must pass.
         cold_threshold: Same while there is too little history, in sigma of the spread between ranks.
         cold_relative: Smallest distance that counts without history, as a fraction of the median loss.
@@ -122,8 +122,10 @@ class RankOutlier:
         residual = np.where(used, adjusted - common, 0.0)
         # A rank that is part of the mean pulls it along; the same scale for one that is not needs the same shrinkage.
         joined = float(agree.sum())
-        score = np.where(agree, residual, residual * (joined / (joined + 1.0)) if warm else residual) / scale
-        if record.world_size < 4:
+        score = residual / scale
+        if warm and record.world_size >= 4:
+            score = np.where(agree, score, score * (joined / (joined + 1.0)))
+        elif record.world_size < 4:
             # The median of two or three is no majority: the rank must also have left its own level upwards.
             score = np.where(adjusted - self._common > 0.5 * residual, score, np.minimum(score, 0.0))
         sums = np.stack(
@@ -160,9 +162,10 @@ class RankOutlier:
             noise = np.where(self._noise > 2.0 * pooled, self._noise, pooled)
             scale: FloatArray = np.maximum(np.sqrt(noise) / weight, max(1e-4 * abs(common), 1e-9))
             return scale
-        spread = MAD_TO_SIGMA * float(np.median(np.abs(adjusted[used] - common)))
-        if len(used) < 4:
-            spread = math.inf if self._seen < 4 else max(spread, float(np.sqrt(self._noise.max())))
+        if len(used) < 4:  # too few to know a spread from: only the ranks' own history counts
+            spread = math.inf if self._seen < 4 else float(np.sqrt(self._noise.max()))
+        else:
+            spread = MAD_TO_SIGMA * float(np.median(np.abs(adjusted[used] - common)))
         return np.full(len(used), max(spread, 0.01 * abs(common), 1e-9))
 
     def _accept(
@@ -254,7 +257,8 @@ class RankOutlier:
                 ranks=named,
                 culprits=tuple(f"rank:{r}" for r in named),
                 window=self.straggler_steps,
-                message=f"Rank {worst} computes for {busy[worst]:.3f} s at step {record.step} (data wait left out), the median"
+                message=f"Rank {worst} computes for {busy[worst]:.3f} s at step {record.step} (data wait left out),"
+                f" the median"
                 f" rank for {usual:.3f} s: {busy[worst] / usual:.2f} times, above {self.straggler:g} for"
                 f" {self.straggler_steps} steps in a row.",
                 evidence={"seconds": float(busy[worst]), "median_seconds": usual},

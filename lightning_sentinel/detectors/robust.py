@@ -24,8 +24,6 @@ import numpy.typing as npt
 
 # A normal distribution's standard deviation in units of its median absolute deviation.
 MAD_TO_SIGMA = 1.4826022185056018
-# A normal distribution's distance from the median to the ninth decile in standard deviations.
-UPPER_DECILE_TO_SIGMA = 1.2815515655446004
 
 
 def check_bound(
@@ -53,14 +51,6 @@ def check_count(owner: str, name: str, value: int, *, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{owner}: {name} must be a whole number, found {value!r}.")
     check_bound(owner, name, value, least=least)
-
-
-def sorted_quantile(ordered: Sequence[float], q: float) -> float:
-    """Quantile of a non-empty sorted sequence, linear between neighbours (NumPy's default definition)."""
-    position = q * (len(ordered) - 1)
-    below = int(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
 def sorted_median(ordered: Sequence[float]) -> float:
@@ -156,20 +146,6 @@ class RollingWindow:
         """Robust standard deviation: MAD scaled to a normal distribution."""
         return MAD_TO_SIGMA * self.mad
 
-    @property
-    def spread(self) -> float:
-        """Robust standard deviation that upper outliers of up to a fifth of the values widen.
-
-        The larger of the scaled MAD and the distance from the median to the ninth decile; both equal the standard deviation of
-        a normal distribution. The MAD alone is 0 where half the values agree.
-        """
-        middle = sorted_median(self._ordered)
-        upper = (sorted_quantile(self._ordered, 0.9) - middle) / UPPER_DECILE_TO_SIGMA
-        return max(MAD_TO_SIGMA * sorted_mad(self._ordered, middle), upper)
-
-    def quantile(self, q: float) -> float:
-        return sorted_quantile(self._ordered, q)
-
     def state_dict(self) -> dict[str, Any]:
         return {"values": list(self._queue)}
 
@@ -189,8 +165,8 @@ def theil_sen(values: npt.ArrayLike) -> float:
 def mann_kendall(values: npt.ArrayLike) -> tuple[float, float, float]:
     """Mann-Kendall trend test with the variance correction of Hamed and Rao (1998) for autocorrelated data.
 
-    Ranks of the values, detrended by the Theil-Sen slope, give the autocorrelations that count (beyond the two-sided 5 % limit),
-    and these inflate the variance of Kendall's S.
+    Ranks of the values, detrended by the Theil-Sen slope, give the autocorrelations that count (beyond the two-sided 5
+    % limit), and these inflate the variance of Kendall's S.
 
     Returns:
         ``(z, s, variance)``: the normal statistic with continuity correction, Kendall's S, and the corrected variance.

@@ -150,8 +150,8 @@ class Spike:
     def tail_bound(self, probability: float) -> float:
         """Standardised jump that a healthy step passes with this probability, in robust sigma.
 
-        Extrapolates the largest accepted jumps as a power law: ``x_k (k / (n p))^xi``, with ``xi`` Hill's (1975) mean log excess of
-        the ``k`` largest over the k-th, shrunk towards that of a normal distribution while there are few.
+        Extrapolates the largest accepted jumps as a power law: ``x_k (k / (n p))^xi``, with ``xi`` Hill's (1975) mean
+        log excess of the ``k`` largest over the k-th, shrunk towards that of a normal distribution while there are few.
         """
         ordered = self._jumps.ordered
         n = len(ordered)
@@ -269,7 +269,8 @@ class Spike:
             unit="robust sigma",
             life="open",
             message=f"Loss {loss:.4f} at step {record.step} is {jump:.4f} nats or {jump / scale:.1f} robust sigma above the"
-            f" expected {center:.4f} (sigma {scale:.4f} from {len(self._errors)} steps; the limit {band:.4f} is the largest of"
+            f" expected {center:.4f} (sigma {scale:.4f} from {len(self._errors)} steps; the limit {band:.4f} is the"
+            f" largest of"
             f" {self.threshold:g} sigma, the {self.tail_bound(self.tail):.1f} sigma that this run's tail passes once in"
             f" {1 / self.tail:,.0f} steps, and {self._least_jump(center):.4f} nats).",
         )
@@ -350,7 +351,8 @@ class Spike:
             unit="steps out of band",
             life="open",
             message=f"Loss out of band in {spike.elevated} of {spike.rows} steps since step {spike.since_step},"
-            f" {spike.lasting} of them more than the decay of the one before (limit {self.confirm}), now {jump:.4f} nats above {spike.level:.4f}; the band ends {spike.band:.4f} above.",
+            f" {spike.lasting} of them more than the decay of the one before (limit {self.confirm}), now {jump:.4f}"
+            f" nats above {spike.level:.4f}; the band ends {spike.band:.4f} above.",
         )
 
     def _shifted(self, record: StepRecord, spike: _Open) -> Finding:
@@ -363,7 +365,8 @@ class Spike:
             threshold=spike.band / spike.scale,
             unit="robust sigma",
             life="escalated",
-            message=f"Loss has stayed near {now:.4f} since step {spike.since_step} ({spike.elevated} of {spike.rows} steps out"
+            message=f"Loss has stayed near {now:.4f} since step {spike.since_step} ({spike.elevated} of"
+            f" {spike.rows} steps out"
             f" of band); the level before was {spike.level:.4f} (sigma {spike.scale:.4f}):"
             f" {(now - spike.level) / spike.scale:.1f} sigma, limit {spike.band / spike.scale:.1f}.",
         )
