@@ -300,10 +300,12 @@ def sweep(steps: int, trials: int) -> list[dict[str, Any]]:
     quiet = [
         descent(length) + noise(np.random.default_rng([21, i]), length, 0.5, 0) for i in range(max(1, steps // length))
     ]
+    small = level_curve(2.0, lambda t: np.full_like(t, 2 * SIGMA), 0.5)
+    large = level_curve(2.05, lambda t: np.full_like(t, 0.54), 0.5)
     cases = {
-        "shift_delay": [level_curve(2.0, lambda t: np.full_like(t, 2 * SIGMA), 0.5)(np.random.default_rng([22, i])) for i in range(trials)],
-        "step_delay": [level_curve(2.05, lambda t: np.full_like(t, 0.54), 0.5)(np.random.default_rng([23, i])) for i in range(trials)],
-    }  # fmt: skip
+        "shift_delay": [small(np.random.default_rng([22, i])) for i in range(trials)],
+        "step_delay": [large(np.random.default_rng([23, i])) for i in range(trials)],
+    }
     total = sum(len(q) for q in quiet)
     rows = []
     for factor in (0.4, 0.6, 0.8, 1.0, 1.5):

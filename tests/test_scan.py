@@ -37,7 +37,7 @@ def test_a_spike_through_the_command_line(tmp_path, capsys):
     path = write_csv(tmp_path / "a.csv", curve(spike=300))
     assert cli(["scan", str(path)]) == 1
     text = capsys.readouterr().out
-    assert "incident 1: spike at step 300 (since step 300, quiet since step 328)" in text
+    assert "incident 1: spike at step 300 (since step 300, quiet since step 327)" in text
     assert "robust sigma above the expected" in text
 
 

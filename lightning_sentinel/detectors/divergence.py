@@ -45,11 +45,13 @@ from .base import mean_loss
 from .robust import MAD_TO_SIGMA, RollingWindow, check_bound, check_count, mann_kendall, theil_sen
 
 # Spans over which a level is a median: the newest few in a descent, all of them on a plateau.
-SPANS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+SPANS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 # Rise over the range of the newest losses from which they sit apart from the best level.
 LOST_RANGE = 3.0
 # Fewest values that sigma and autocorrelation rest on.
 NEWEST = 64
+# Part of the margin that every halving of the span adds.
+SHORT_MARGIN = 0.1
 # Part of its first height that a rise must have kept to be a level and not a spike on its way back.
 STAYS = 0.6
 # Most steps over which a descent counts as straight.
@@ -91,7 +93,8 @@ class Baseline:
             span = min(span, n)
             middle = float(np.median(values[n - span :]))
             error = sigma * math.sqrt(MEDIAN_VARIANCE * inflation / span)
-            bound = middle + margin * min(error, sigma)
+            # The smallest of many short spans is low by chance more often than the one long span.
+            bound = middle + margin * (1.0 + SHORT_MARGIN * math.log2(SPANS[-1] / span)) * min(error, sigma)
             if bound < best:
                 best, median = bound, middle
             if span == n:
@@ -143,7 +146,7 @@ class Divergence:
     """
 
     threshold: float = 16.0
-    shift: float = 1.0
+    shift: float = 1.5
     clip: float = 2.5
     margin: float = 2.0
     min_shift: float = 0.005
