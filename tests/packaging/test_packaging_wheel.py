@@ -1,0 +1,126 @@
+"""What is published: the sdist, the wheel built from it, a plain ``pip install .``; each used from another environment."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from template_app import result_of, run_app, write_app
+
+import lightning_sentinel
+from lightning_sentinel.callbacks.defaults import ORDER
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.slow
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    done = subprocess.run([str(c) for c in command], cwd=cwd, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def sources(of: Path = ROOT) -> set[str]:
+    """Every file that the package must hold, as it lies in the source tree."""
+    return {
+        str(path.relative_to(of))
+        for part in ("lightning_sentinel", "hydra_plugins")
+        for path in (of / part).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist and the wheel that was built from the sdist, not from this tree."""
+    folder = tmp_path_factory.mktemp("dist")
+    tree = tmp_path_factory.mktemp("tree")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if listed.returncode:
+        pytest.skip("the build is tested from a git checkout")
+    wanted = ("lightning_sentinel/", "hydra_plugins/", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
+    for name in listed.stdout.split("\0"):
+        if name.startswith(wanted) and (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            (tree / name).write_bytes((ROOT / name).read_bytes())
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, tree, cwd=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def second(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh environment that borrows this one's packages, but not the editable installation of this tree."""
+    folder = tmp_path_factory.mktemp("second")
+    run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder)
+    site = next(folder.glob("lib/python*/site-packages"))
+    # Paths in a .pth are appended as they are: the .pth files that lie in them are not read.
+    (site / "borrowed.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    return folder
+
+
+def test_wheel_and_sdist_hold_every_file(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    (sdist,) = built.glob("*.tar.gz")
+    version = lightning_sentinel.__version__
+    assert wheel.name == f"lightning_sentinel-{version}-py3-none-any.whl"
+    assert sdist.name == f"lightning_sentinel-{version}.tar.gz"
+    expected = sources()
+    with zipfile.ZipFile(wheel) as file:
+        packed = {name for name in file.namelist() if ".dist-info/" not in name}
+        (metadata,) = (n for n in file.namelist() if n.endswith("METADATA"))
+        text = file.read(metadata).decode()
+        (entry_points,) = (n for n in file.namelist() if n.endswith("entry_points.txt"))
+        assert "lightning-sentinel = lightning_sentinel.cli:main" in file.read(entry_points).decode()
+    assert packed == expected
+    for name in ("lightning_sentinel/py.typed", "lightning_sentinel/report/report.html.j2"):
+        assert name in packed
+    assert len([name for name in packed if name.endswith(".yaml")]) == len(ORDER) + 1 + 3
+    assert "License-Expression: Apache-2.0" in text
+    assert "Provides-Extra: report" in text
+    with tarfile.open(sdist) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    assert expected | {"pyproject.toml", "README.md", "LICENSE"} <= held
+
+
+def test_wheel_in_a_second_environment(built: Path, second: Path, tmp_path: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    python = second / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python, "install", "--no-deps"]
+    run(*pip, "--quiet", "--no-index", wheel, cwd=tmp_path)
+    script = write_app(tmp_path)
+    done = run_app(script, "policy=recover", "hydra.run.dir=out", python=python)
+    assert done.returncode == 0, done.stderr
+    result = result_of(tmp_path / "out")
+    site = next(second.glob("lib/python*/site-packages"))
+    assert Path(result["package"]) == site / "lightning_sentinel" / "__init__.py"
+    assert Path(result["plugin"]).is_relative_to(site / "hydra_plugins")
+    assert result["callbacks"] == [kind.__name__ for kind in ORDER]
+    assert (result["steps"], result["finite"]) == (10, True)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "training_step" in page  # the module that the incident's verdict names
+    printed = json.loads(run(second / "bin" / "lightning-sentinel", "config", "rollback", "--json", cwd=tmp_path))
+    assert [row["path"] for row in printed][:2] == ["callbacks.rollback.every_n_steps", "callbacks.rollback.keep"]
+
+
+def test_pip_install_of_a_source_tree(built: Path, tmp_path: Path) -> None:
+    """``pip install .``, not editable."""
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (tree,) = tmp_path.glob("lightning_sentinel-*")
+    target = tmp_path / "target"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+    run(*pip, "--no-build-isolation", "--no-index", "--target", target, ".", cwd=tree)
+    assert sources(target) == sources()
