@@ -159,7 +159,7 @@ class Divergence:
     lost_sigma: float = 5.0
     block: int = 8
     blocks: int = 24
-    trend_z: float = 5.0
+    trend_z: float = 5.5
     hold: int = 100
     name: ClassVar[str] = "divergence"
 
