@@ -127,19 +127,20 @@ class LegResult:
     incidents: list[dict[str, Any]]
     strikes: dict[str, list[dict[str, Any]]]
     steps: dict[int, dict[str, Any]]
+    events: list[dict[str, Any]]
 
     @classmethod
     def of(cls, run: Path, leg: Leg, exit_code: int) -> LegResult:
         where = run / "legs" / leg.name
         try:
-            journal = load_run(where)
-            steps = live_steps([e for e in read_journal(where, rank=0, problems=[]) if e["event"] == "step"])
+            journal, events = load_run(where), read_journal(where, problems=[])
         except FileNotFoundError:
-            journal, steps = RunData.from_events([]), {}
+            journal, events = RunData.from_events([]), []
+        steps = live_steps([e for e in events if e["event"] == "step" and e["rank"] == 0])
         strikes: dict[str, list[dict[str, Any]]] = {}
         for event in journal.of("fault.injected"):
             strikes.setdefault(str(event["name"]), []).append(event)
-        return cls(leg, where, exit_code, journal, incident_rows(journal), strikes, steps)
+        return cls(leg, where, exit_code, journal, incident_rows(journal), strikes, steps, events)
 
     def opened(self, incident: Mapping[str, Any]) -> float:
         """When an incident was opened, in the journal's time."""
@@ -160,6 +161,13 @@ class LegResult:
     def unexplained(self) -> list[dict[str, Any]]:
         """Incidents that no fault explains."""
         return [i for i in self.incidents if self.cause(i) is None and not (self.leg.faults and not self.strikes)]
+
+    def samples_of(self, action: Mapping[str, Any]) -> list[str]:
+        """The samples of the step at which an action was taken, on its rank."""
+        for event in self.events:
+            if event["event"] == "step" and all(event[key] == action[key] for key in ("step", "attempt", "rank")):
+                return list(event["sample_ids"])
+        return []
 
     def loss(self, source: str | None = None) -> dict[int, float]:
         """Mean loss of each applied step of the live path, of one source or of all, in nats."""
@@ -212,7 +220,7 @@ def row_of(name: str, leg: Leg, results: Mapping[str, LegResult]) -> dict[str, A
     first = incidents[0] if incidents else None
     injected = strikes[0]["step"] if strikes else None
     detected = first["opened_step"] if first else None
-    detector = first["detector"] if first else None
+    detector = detectors_of(result, first)
     row: dict[str, Any] = {
         "name": name,
         "leg": leg.name,
@@ -275,23 +283,37 @@ def as_expected(row: Mapping[str, Any], expected: Expected) -> bool:
     return bool(row["action"]) and set(row["action"]) <= expected.actions
 
 
-def costs(result: LegResult, incidents: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """What the answers cost: updates that are lost for good, steps done again, samples left out and repeated."""
+def detectors_of(result: LegResult, incident: Mapping[str, Any] | None) -> str | None:
+    """Who stated the findings with which the incident was opened."""
+    for event in result.journal.of("incident.opened"):
+        if incident is not None and event["incident"]["number"] == incident["number"]:
+            return "+".join(sorted({finding["detector"] for finding in event["incident"]["findings"]}))
+    return None
+
+
+def costs(result: LegResult, incidents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the answers cost: updates lost for good, steps done again, samples (of all ranks) left out and repeated."""
     numbers = {incident["number"] for incident in incidents}
-    lost = redone = 0
-    for event in result.journal.of("action."):
-        if event.get("incident") not in numbers:
+    lost = redone = repeated = 0
+    skipped: set[str] = set()
+    sources: set[str] = set()
+    for event in result.events:
+        if not isinstance(event.get("incident"), int) or event["incident"] not in numbers:
             continue
         if event["event"] == "action.skip_step":
-            lost += 1
-        elif "to_step" in event:
-            redone += max(0, event["step"] - event["to_step"])
-    skipped = {name for incident in incidents for name in incident["samples_skipped"]}
-    repeated = sum(incident["samples_replayed"] for incident in incidents)
+            lost += event["rank"] == 0
+            skipped |= {f"sample:{sample}" for sample in result.samples_of(event)}
+        elif event["event"] == "action.rollback":
+            redone += (event["step"] - event["to_step"]) * (event["rank"] == 0)
+            repeated += len([s for s in event["replayed"] if f"sample:{s}" not in event["excluded"]])
+        elif event["event"] == "quarantine.added":
+            skipped |= {name for name in event["names"] if name.startswith("sample:")}
+            sources |= {name for name in event["names"] if name.startswith("source:")}
     return {
         "applied_steps_lost": lost,
         "steps_redone": redone,
         "samples_skipped": len(skipped),
+        "sources_skipped": sorted(sources),
         "samples_repeated": repeated,
     }
 
@@ -333,6 +355,8 @@ def event_proof(
         "detected_step": overflows[0]["step"] if overflows else None,
         "delay": overflows[0]["step"] - step if overflows else None,
         "detector": "LossScaleMonitor" if overflows else None,
+        "applied_steps_lost": int(not result.steps[step]["applied"]),
+        "samples_skipped": len(result.samples_of(strikes[0])),
         "proof_detail": differs or "65,536 to 32,768, no update; equals the run without the suite, bit for bit",
     }
 
@@ -461,7 +485,7 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         "+".join(dict.fromkeys(row["action"])) or "-",
         text(row["applied_steps_lost"]),
         text(row["steps_redone"]),
-        f"{row['samples_skipped']}/{row['samples_repeated']}",
+        f"{'+'.join(row['sources_skipped']) or row['samples_skipped']}/{row['samples_repeated']}",
         f"{mark}{words}",
     )
 
