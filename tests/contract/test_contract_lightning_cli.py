@@ -1,0 +1,83 @@
+"""The callbacks by class path in LightningCLI's configuration."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch import Tensor
+
+import lightning_sentinel
+from lightning_sentinel.callbacks.defaults import ORDER
+
+pytest.importorskip("jsonargparse", reason='pip install "jsonargparse[signatures]"')
+
+from lightning.pytorch.cli import LightningCLI
+
+# LightningCLI 2.6 adds its instantiators in a way that newer jsonargparse versions deprecate.
+pytestmark = pytest.mark.filterwarnings("ignore:(?s).*JSONARGPARSE_DEPRECATION_WARNINGS.*:DeprecationWarning")
+
+TRAINER = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "max_steps": 3,
+}
+
+
+class Line(L.LightningModule):
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__()
+        self.net, self.lr = torch.nn.Linear(2, 1), lr
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), self.lr)
+
+
+@pytest.fixture(autouse=True)
+def no_arguments_of_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+
+
+def command_line(callbacks: list[dict[str, Any]]) -> LightningCLI:
+    args = {"trainer": {**TRAINER, "callbacks": callbacks}}
+    return LightningCLI(Line, run=False, save_config_callback=None, seed_everything_default=False, args=args)  # type: ignore[arg-type]
+
+
+def test_every_callback_by_class_path(tmp_path: Any) -> None:
+    nodes: list[dict[str, Any]] = [{"class_path": f"lightning_sentinel.{kind.__name__}"} for kind in ORDER]
+    nodes[0]["init_args"] = {"run_dir": str(tmp_path / "run"), "report": False}
+    nodes[3]["init_args"] = {"threshold": 9.5}
+    nodes[8]["init_args"] = {"mode": "guard", "budgets": {"stop": 2}}
+    cli = command_line(nodes)
+    ours = [c for c in cli.trainer.callbacks if type(c) in ORDER]  # type: ignore[attr-defined]
+    assert [type(c) for c in ours] == list(ORDER)
+    spikes, response = ours[3], ours[8]
+    assert isinstance(spikes, lightning_sentinel.SpikeDetector)
+    assert spikes.detector.threshold == 9.5
+    assert isinstance(response, lightning_sentinel.IncidentResponse)
+    assert response.policy.mode == "guard"
+    cli.trainer.fit(cli.model, [torch.randn(4, 2) for _ in range(3)])
+    assert (tmp_path / "run" / "journal" / "rank-00000.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [({"treshold": 9.0}, "treshold"), ({"threshold": "high"}, "high"), ({"threshold": -1.0}, "greater than 0")],
+)
+def test_what_is_wrong_ends_before_training(
+    values: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = {"class_path": "lightning_sentinel.SpikeDetector", "init_args": values}
+    with pytest.raises((SystemExit, ValueError)) as caught:
+        command_line([node, {"class_path": "lightning_sentinel.RankTelemetry"}])
+    assert said in capsys.readouterr().err + str(caught.value)
