@@ -144,15 +144,21 @@ class Watch:
     def _gather(self, step: int, found: list[Finding]) -> None:
         grave = [f for f in found if f.severity is not Severity.EVENT]
         episode = self.episodes[-1] if self.episodes and self.episodes[-1].closed_step is None else None
+        # An outlier that has come back is over; what follows it is something else.
+        alone = episode is not None and episode.severity is Severity.ALARM
+        if episode is not None and alone and grave and all(f.since_step > episode.last_step for f in grave):
+            episode.closed_step = episode.last_step
+            episode = None
         if episode is None:
             if not grave:
                 return
             episode = Episode(len(self.episodes) + 1, self._row, step, grave[0].since_step, Severity.ALARM)
             self.episodes.append(episode)
         episode.findings.extend(found)
+        if found:
+            episode.last_step = step
         if grave:
             self._quiet = 0
-            episode.last_step = step
             episode.since_step = min(episode.since_step, *(f.since_step for f in grave))
             if any(f.severity is Severity.INCIDENT for f in grave):
                 episode.severity = Severity.INCIDENT
@@ -289,14 +295,15 @@ def parse_number(value: Any) -> float | None:
     Raises:
         ValueError: If it is no number.
     """
-    if value is None or isinstance(value, bool):
+    if value is None or value == "" or isinstance(value, bool):
         return None
-    if isinstance(value, int | float):
+    try:
         return float(value)
-    text = str(value).strip()
-    if not text or text.lower() in ("none", "null", "n/a", "-"):
-        return None
-    return float(text)
+    except (TypeError, ValueError):
+        text = str(value).strip().lower()
+        if text in ("", "none", "null", "n/a", "-"):
+            return None
+        raise ValueError(f"found {value!r}, expected a number") from None
 
 
 class LogReader:

@@ -99,7 +99,7 @@ def test_broken_lines_are_numbered_and_skipped(tmp_path, capsys):
     assert scan.main([str(path)]) == 0
     text = capsys.readouterr().out
     assert "57 rows" in text
-    assert "skipped  line 11: could not convert string to float: 'what'; skipped" in text
+    assert "skipped  line 11: found 'what', expected a number; skipped" in text
     assert "skipped  line 21: found 3 cells, expected 2; skipped" in text
     assert "skipped  line 31: the step is inf; skipped" in text
 

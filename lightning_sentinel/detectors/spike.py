@@ -93,7 +93,7 @@ class Spike:
     min_jump: float = 0.005
     min_relative: float = 0.08
     confirm: int = 3
-    window: int = 40
+    window: int = 41
     level_window: int = 15
     tail_window: int = 2048
     warmup: int = 20
