@@ -176,8 +176,8 @@ class Rollback(SentinelCallback):
         self._problem = problems[0] if problems else None
         if problems:
             if self.cursor == "require":
-                raise RollbackUnavailable(" ".join(problems))
-            rank_zero_warn("Rollback is off, training goes on without it. " + " ".join(problems))
+                raise RollbackUnavailable(" ".join(dict.fromkeys(problems)))
+            rank_zero_warn("Rollback is off, training goes on without it. " + " ".join(dict.fromkeys(problems)))
             return
         self._light_problem = next(iter(light_problems(trainer)), None) if self.retry else "retry=False"
         control = private.advance_control(trainer)
