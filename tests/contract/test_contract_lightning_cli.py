@@ -5,10 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import lightning.pytorch as L
 import pytest
-import torch
-from torch import Tensor
+from sentinel_kit import Loader, Net
 
 import lightning_sentinel
 from lightning_sentinel.callbacks.defaults import ORDER
@@ -16,9 +14,6 @@ from lightning_sentinel.callbacks.defaults import ORDER
 pytest.importorskip("jsonargparse", reason='pip install "jsonargparse[signatures]"')
 
 from lightning.pytorch.cli import LightningCLI
-
-# LightningCLI 2.6 adds its instantiators in a way that newer jsonargparse versions deprecate.
-pytestmark = pytest.mark.filterwarnings("ignore:(?s).*JSONARGPARSE_DEPRECATION_WARNINGS.*:DeprecationWarning")
 
 TRAINER = {
     "accelerator": "cpu",
@@ -31,26 +26,16 @@ TRAINER = {
 }
 
 
-class Line(L.LightningModule):
-    def __init__(self, lr: float = 0.1) -> None:
-        super().__init__()
-        self.net, self.lr = torch.nn.Linear(2, 1), lr
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net(batch).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), self.lr)
-
-
 @pytest.fixture(autouse=True)
-def no_arguments_of_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_in_a_script_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py"])
+    # LightningCLI 2.6 adds its instantiators in a way that jsonargparse deprecates since 4.49.
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
 
 def command_line(callbacks: list[dict[str, Any]]) -> LightningCLI:
     args = {"trainer": {**TRAINER, "callbacks": callbacks}}
-    return LightningCLI(Line, run=False, save_config_callback=None, seed_everything_default=False, args=args)  # type: ignore[arg-type]
+    return LightningCLI(Net, run=False, save_config_callback=None, seed_everything_default=False, args=args)  # type: ignore[arg-type]
 
 
 def test_every_callback_by_class_path(tmp_path: Any) -> None:
@@ -66,7 +51,7 @@ def test_every_callback_by_class_path(tmp_path: Any) -> None:
     assert spikes.detector.threshold == 9.5
     assert isinstance(response, lightning_sentinel.IncidentResponse)
     assert response.policy.mode == "guard"
-    cli.trainer.fit(cli.model, [torch.randn(4, 2) for _ in range(3)])
+    cli.trainer.fit(cli.model, Loader(64))
     assert (tmp_path / "run" / "journal" / "rank-00000.jsonl").exists()
 
 
