@@ -137,6 +137,7 @@ def test_multirun_over_the_policies(app: Path) -> None:
         ]
 
 
+@pytest.mark.slow
 def test_misspelt_key_on_the_command_line_ends_before_training(app: Path) -> None:
     done = run_app(app, "callbacks.spike_detector.treshold=8", "hydra.run.dir=out")
     assert done.returncode == 1
