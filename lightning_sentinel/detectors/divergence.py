@@ -51,7 +51,7 @@ LOST_RANGE = 3.0
 # Fewest values that sigma and autocorrelation rest on.
 NEWEST = 64
 # Part of the margin that every halving of the span adds.
-SHORT_MARGIN = 0.1
+SHORT_MARGIN = 0.03
 # Part of its first height that a rise must have kept to be a level and not a spike on its way back.
 STAYS = 0.6
 # Most steps over which a descent counts as straight.

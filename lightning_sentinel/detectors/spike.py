@@ -87,7 +87,7 @@ class Spike:
 
     threshold: float = 8.0
     tail: float = 1e-3
-    gross: float = 10.0
+    gross: float = 8.0
     gross_tail: float = 1e-7
     gross_relative: float = 0.2
     min_jump: float = 0.005
@@ -108,7 +108,7 @@ class Spike:
     def __post_init__(self) -> None:
         check_bound("Spike", "threshold", self.threshold, above=0.0)
         check_bound("Spike", "tail", self.tail, above=0.0, most=1.0)
-        check_bound("Spike", "gross", self.gross, least=self.threshold)
+        check_bound("Spike", "gross", self.gross, above=0.0)
         check_bound("Spike", "gross_tail", self.gross_tail, above=0.0, most=self.tail)
         check_bound("Spike", "gross_relative", self.gross_relative, least=0.0)
         check_bound("Spike", "min_jump", self.min_jump, least=0.0)
