@@ -85,7 +85,7 @@ def plan(short: bool) -> list[Leg]:
     Faults stand far enough apart for an incident to be closed before the next one, and not on steps at which snapshots
     are taken: the leg should show what is usual, and a test of its own what is not.
     """
-    steps = 240 if short else 290
+    steps, restart = 290, 200
     exact = {"transient_nan": 72, "lr_spike": 116, "optimizer_corruption": 161, "cursor_rewind": 207}
     band = {
         "corrupt_batch": 66,
@@ -95,8 +95,9 @@ def plan(short: bool) -> list[Leg]:
         "nan_backward": 170,
         "level_shift": 204,
     }
-    size = ("model=tiny", "data.sequence_length=128") if short else ()
-    restart = 200
+    size = ("model=tiny", "optimizer.learning_rate=8e-3") if short else ()
+    # A smaller model knows less, so more must be wrong before it is as surprised.
+    louder = ("faults.level_shift.share=1.0",) if short else ()
     checkpoint = "{run}/legs/clean/checkpoints/step-" + f"{restart:08d}"
     fp16 = ("trainer=fp16", "model=micro", "data.sequence_length=64")
     overflow, collapse = (
@@ -105,7 +106,7 @@ def plan(short: bool) -> list[Leg]:
     )
     noise = ("faults.bad_rank.std=2.5",) if short else ()  # the same loss from a smaller width
     return [
-        Leg("band", steps, size, band, clean="clean"),
+        Leg("band", steps, (*size, *louder), band, clean="clean"),
         Leg("exact", steps, size, exact, clean="clean"),
         Leg("clean", steps, (*size, f"callbacks.forensic_checkpoint.every_n_steps={restart}")),
         Leg("bare", steps, size, suite=False),
