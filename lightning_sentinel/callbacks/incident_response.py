@@ -225,7 +225,7 @@ class IncidentResponse(SentinelCallback):
         situation = Situation(
             case=watch.case,
             repetition=watch.answers,
-            step_is_held=(since >= record.step or (nonfinite and _kept_out(watch.case))) and self._passed_in_batch == 0,
+            step_is_held=untouched and self._passed_in_batch == 0,
             nonfinite=nonfinite,
             unavailable=self._unavailable(trainer, since, watch),
             spent=self._spent(),
@@ -584,11 +584,6 @@ _STATE_AT_FAULT = frozenset(
         "undetermined/loss",
     }
 )
-
-
-def _kept_out(case: str) -> bool:
-    """Whether no earlier step of such an incident has reached the weights: a non-finite update is always kept out."""
-    return case.startswith("numerics/")
 
 
 # A finding of this kind concerns one step; the same kind at a later step is another incident.
