@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..incidents import Finding, FindingKind
 from ..record import StepRecord
-from ..triage import _private
+from ..state import lightning_private as _private
 from ..triage.nonfinite import TraceReport, trace_nonfinite
 from ..triage.origin import Range, is_bad
 from ..triage.replay import ReplayUnavailableError, block_paths, local

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..context import context_of
 from ..record import StepRecord
-from . import _private
+from ..state import lightning_private as _private
 from .origin import TRAINING_STEP, Origin, is_bad
 from .peers import Peers
 from .replay import ReplayResult, local, replay

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from . import _private
+from ..state import lightning_private as _private
 from .window import tensors
 
 TRAINING_STEP = "training_step"

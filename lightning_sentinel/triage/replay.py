@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from ..context import context_of
-from . import _private
+from ..state import lightning_private as _private
 from .sandbox import StepReachedError, sandbox
 from .window import StepWindow, tensors
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..context import context_of
-from . import _private
+from ..state import lightning_private as _private
 
 REPLAYING = "replaying"  # in context.scratch while a replay runs: hooks of the suite look away
 

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from ..context import context_of
 from ..incidents import Experiment, Finding, FindingKind, Incident, Verdict, VerdictKind
 from ..record import StepRecord
-from . import _private
+from ..state import lightning_private as _private
 from . import experiments as ex
 from .nonfinite import (
     NOT_REPRODUCED,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..context import RunContext, context_of
-from . import _private
+from ..state import lightning_private as _private
 
 KEPT_EVERY = 16  # steps between two older healthy windows
 KEPT_WINDOWS = 4
