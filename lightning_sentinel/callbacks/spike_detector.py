@@ -41,7 +41,8 @@ class SpikeDetector(DetectorCallback):
         level_window: Accepted losses in the long median.
         tail_window: Accepted jumps that the tail rests on.
         warmup: Accepted losses before the band applies; until then only an explosion is stated.
-        explosion: Multiple of the losses so far that is an explosion during warm-up.
+        explosion: Multiple of the newest accepted losses that is an explosion: an incident at once, during warm-up or
+            where the jump is also twice the band.
         scale_floor: Smallest scale, as a fraction of the expected loss.
         recover_after: Values in a row back near the level that end a spike.
         shift_after: Values out of band that keep their height, from which the spike is named a level shift.

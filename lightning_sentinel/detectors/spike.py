@@ -77,7 +77,8 @@ class Spike:
         level_window: Accepted losses in the long median.
         tail_window: Accepted jumps that the tail rests on.
         warmup: Accepted losses before the band applies; until then only an explosion is stated.
-        explosion: Multiple of the losses so far that is an explosion during warm-up.
+        explosion: Multiple of the newest accepted losses that is an explosion: an incident at once, during warm-up or
+            where the jump is also twice the band.
         scale_floor: Smallest scale, as a fraction of the expected loss.
         recover_after: Values in a row back near the level that end a spike.
         shift_after: Values out of band that keep their height, from which the spike is named a level shift.
@@ -251,9 +252,10 @@ class Spike:
 
     def _begin(self, record: StepRecord, loss: float, center: float, scale: float, band: float) -> Finding:
         jump = loss - center
-        incident = jump >= max(
-            self.gross, self.tail_bound(self.gross_tail)
-        ) * scale and jump >= self.gross_relative * abs(center)
+        gross = max(self.gross, self.tail_bound(self.gross_tail)) * scale
+        incident = jump >= gross and jump >= self.gross_relative * abs(center)
+        # A tail extrapolated from a short history may reach further than anything a loss can do.
+        incident = incident or (loss > self.explosion * max(self._level.values) and jump >= 2 * band)
         self._start(record, loss, center, scale, band, incident)
         return self._jumped(record, loss, center, scale, band)
 

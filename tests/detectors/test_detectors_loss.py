@@ -116,6 +116,19 @@ def test_an_explosion_in_the_first_ten_steps():
     assert "90 at step 5 is 16.36 times the largest of the last 5 losses, 5.5" in found[0].message
 
 
+def test_an_explosion_after_a_short_warm_up_is_one_too():
+    # From so short a history, a tail extrapolated to one step in ten million reaches further than the explosion.
+    rng = np.random.default_rng(24)
+    spike = Spike()
+    losses = 2.7 + 2.5 * np.exp(-np.arange(60) / 8) + 0.2 * rng.standard_t(5, 60)
+    feed(spike, losses)
+    reach = spike.tail_bound(spike.gross_tail)
+    (finding,) = feed(spike, [8.5], start=60)
+    assert finding.severity is Severity.INCIDENT
+    assert 2 * spike.threshold < finding.score < reach
+    assert feed(spike, [2.7] * 4, start=61)[-1].evidence["life"] == "recovered"
+
+
 def test_restart_aligned():
     losses = plateau(320)
     losses[310] += 2.0
