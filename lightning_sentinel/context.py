@@ -61,6 +61,7 @@ class RunContext:
         history: The newest records on the current path that passed the gate, oldest first; goes back with a rollback.
         rates: Learning rates of the newest steps, ``(step, planned, actual)``, one rate per parameter group; ``planned``
             is what the scheduler last set, or None without a scheduler. Goes back with a rollback.
+        drawn: This rank's sample ids at every gate of the current path, ``(step, ids)``, newest last.
         unapplied: Steps on the current path, newest last, whose update was kept out of the weights.
         incidents: All incidents of this run, oldest first.
         ledger: Who is quarantined, since when and why; None until a callback needs it.
@@ -83,6 +84,7 @@ class RunContext:
         self.snapshots: deque[Snapshot] = deque()
         self.history: deque[StepRecord] = deque(maxlen=256)
         self.rates: deque[tuple[int, tuple[float, ...] | None, tuple[float, ...]]] = deque(maxlen=1024)
+        self.drawn: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=4096)
         self.unapplied: deque[int] = deque(maxlen=256)
         self.incidents: list[Incident] = []
         self.ledger: QuarantineLedger | None = None
@@ -109,6 +111,8 @@ class RunContext:
             self.history.pop()
         while self.rates and self.rates[-1][0] >= step:
             self.rates.pop()
+        while self.drawn and self.drawn[-1][0] >= step:
+            self.drawn.pop()
         while self.unapplied and self.unapplied[-1] >= step:
             self.unapplied.pop()
 

@@ -29,7 +29,7 @@ SIGNALS: tuple[str, ...] = (
     "loss_scale",  # loss scale in force during the step; 1 without a scaler
     "step_seconds",  # wall time since the previous gate
     "data_seconds",  # of which waiting for data
-    "invalid_batch",  # findings of the batch validator on this rank
+    "invalid_batch",  # findings that other callbacks of this rank left for the gate (batch, start, resume)
     "missing_grads",  # 1 where no parameter received a gradient, else 0
 )
 SIGNAL_INDEX = {name: i for i, name in enumerate(SIGNALS)}

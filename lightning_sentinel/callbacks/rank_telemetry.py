@@ -27,6 +27,9 @@ log = logging.getLogger("lightning_sentinel")
 # Above this a squared float32 sum may have overflowed although every entry is finite (the root of the largest float32).
 FLOAT32_SQUARE_LIMIT = 1.8e19
 
+# Findings that callbacks leave for the next gate, once.
+ONCE = ("start_findings", "restart_findings")
+
 
 def token_probability(loss_nats: float) -> float:
     """Geometric-mean probability that the model gives to a token, ``exp(-loss)``.
@@ -233,6 +236,7 @@ class RankTelemetry(SentinelCallback):
         context.scratch["live_losses"] = self._losses
         context.tokens = record.tokens
         context.nominal_steps += 1
+        context.drawn.append((record.step, record.sample_ids))
         context.rates.append((record.step, _planned_rates(trainer, optimizer), record.learning_rates))
 
         findings = list(self.nonfinite.observe(record))
@@ -268,13 +272,13 @@ class RankTelemetry(SentinelCallback):
         scale = _scale_of_gradients(trainer, optimizer)
         norm = total_norm(grads) if grads else torch.zeros((), dtype=torch.float64, device=device)
         context = self.context(trainer)
-        batch_findings = context.scratch.get("batch_findings", [])
-        row = self._row(trainer, norm / scale, step_seconds, not grads, len(batch_findings), device)
+        row = self._row(trainer, norm / scale, step_seconds, not grads, len(self._own_findings(trainer)), device)
         matrix = _all_gather(trainer, row).cpu().numpy().astype(np.float64)
         norms = matrix[:, SIGNAL_INDEX["grad_norm"]]
-        if grads and not ((norms < FLOAT32_SQUARE_LIMIT) & ((norms > 1e-12) | (norms == 0))).all():
+        if not ((norms < FLOAT32_SQUARE_LIMIT) & ((norms > 1e-12) | (norms == 0))).all():
             # Odd: the float32 sum may have overflowed or underflowed. Everybody sees it, so everybody looks again.
-            again = _all_gather(trainer, (total_norm(grads, torch.float64) / scale).reshape(1).to(device))
+            exact = total_norm(grads, torch.float64) / scale if grads else norm
+            again = _all_gather(trainer, exact.reshape(1).to(device))
             matrix[:, SIGNAL_INDEX["grad_norm"]] = again.cpu().numpy()[:, 0]
         self._finish_norms(matrix, sharded)
         signals = self._signals
@@ -352,18 +356,22 @@ class RankTelemetry(SentinelCallback):
         return torch.stack([sums[0] / sums[1], sums[1]], dim=1).reshape(-1).to(device)
 
     def _other_findings(self, trainer: Trainer, record: StepRecord) -> Iterable[Finding]:
-        """Findings of the batch validator of any rank, of the scan at the start and of a resume, alike on all ranks."""
-        scratch = self.context(trainer).scratch
-        mine: list[Finding] = []
-        if record.column("invalid_batch").any():
-            mine.extend(scratch.get("batch_findings", []))
-        once = [*scratch.pop("start_findings", []), *scratch.pop("restart_findings", [])]
-        first = not scratch.get("gate_seen")
-        scratch["gate_seen"] = True
-        mine.extend(once)
-        if not (record.column("invalid_batch").any() or first or once):
+        """Findings of the batch validator, of the scan at the start and of a resume, of all ranks, alike on all ranks.
+
+        Whether there are any was gathered with the record, so that every rank takes part in the exchange or none does.
+        """
+        if not record.column("invalid_batch").any():
             return []
-        return [Finding.from_dict(f) for f in gather_objects(trainer, [f.to_dict() for f in mine])]
+        mine = [f.to_dict() for f in self._own_findings(trainer)]
+        scratch = self.context(trainer).scratch
+        for name in ONCE:
+            scratch.pop(name, None)
+        return [Finding.from_dict(f) for f in gather_objects(trainer, mine)]
+
+    def _own_findings(self, trainer: Trainer) -> list[Finding]:
+        """What other callbacks of this rank have found since the last gate."""
+        scratch = self.context(trainer).scratch
+        return [f for name in ("batch_findings", *ONCE) for f in scratch.get(name, [])]
 
     # ----------------------------------------------------------------------------------- after the step: update norm
 
