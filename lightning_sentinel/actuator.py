@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 
-from .context import context_of
+from .context import RunContext, context_of
 
 log = logging.getLogger("lightning_sentinel")
 
@@ -23,12 +23,14 @@ class Actuator:
 
     Attributes:
         reduction: A reduced learning rate in force: ``factor``, ``from``, ``until`` (step or None), ``incident``.
+        experiment: Id of the experiment that a permanent change began, or None.
         plan_until: Step up to which the learning rate is held to what the scheduler set, or None.
     """
 
     def __init__(self) -> None:
         self.reduction: dict[str, Any] | None = None
         self.plan_until: int | None = None
+        self.experiment: str | None = None
         self._hooks: list[Any] = []
         self._skip_fused = False
         self._saved_rates: list[Any] | None = None
@@ -37,6 +39,8 @@ class Actuator:
 
     def attach(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        if self.experiment is not None:
+            context_of(trainer).scratch["experiment"] = self.experiment
         for optimizer in trainer.optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
@@ -53,6 +57,7 @@ class Actuator:
         from .triage.window import restore_buffers
 
         context_of(trainer).held = True
+        self._keep_scale(trainer)
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         if getattr(trainer.precision_plugin, "scaler", None) is not None and fused:
             # GradScaler insists on gradients with a fused optimizer: the step pre-hook raises the optimizer's own flag.
@@ -98,7 +103,7 @@ class Actuator:
         self.reduction = {"factor": factor, "from": step, "until": until, "incident": incident}
         identity = None if steps is not None else f"lr-{incident}-{step}"
         if identity is not None:
-            context.scratch["experiment"] = identity
+            self.experiment = context.scratch["experiment"] = identity
         context.write(trainer, "experiment.started", kind="reduce_lr", experiment=identity, **self.reduction)
 
     def keep_plan(self, trainer: Trainer, optimizer: Optimizer, step: int) -> None:
@@ -113,15 +118,20 @@ class Actuator:
             self.plan_until = None
             return
         _, planned, actual = context.rates[-1]
-        if planned is not None and planned != actual:
-            for group, rate in zip(optimizer.param_groups, planned, strict=True):
+        if planned is None:
+            return
+        usual = _usual_factors(context, len(planned))
+        wanted = tuple(rate * factor for rate, factor in zip(planned, usual, strict=True))
+        if any(abs(a - w) > 1e-9 * abs(w) for a, w in zip(actual, wanted, strict=True)):
+            for group, rate in zip(optimizer.param_groups, wanted, strict=True):
                 group["lr"] = rate
-            context.write(trainer, "lr.changed", old=list(actual), new=list(planned), reason="held to the plan")
+            context.rates[-1] = (step, planned, wanted)
+            context.write(trainer, "lr.changed", old=list(actual), new=list(wanted), reason="held to the plan")
 
     # -------------------------------------------------------------------------------------------------- loss scale
 
-    def keep_scale(self, trainer: Trainer) -> None:
-        """Leave the loss scale as it is although this step overflowed."""
+    def _keep_scale(self, trainer: Trainer) -> None:
+        """A held step leaves the loss scale as it is, too."""
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             self._scaler_state = dict(scaler.state_dict())
@@ -141,14 +151,14 @@ class Actuator:
 
     # ---------------------------------------------------------------------------------------------- optimizer state
 
-    @staticmethod
-    def restore_schedule(trainer: Trainer, saved: dict[str, Any]) -> None:
+    def restore_schedule(self, trainer: Trainer, saved: dict[str, Any]) -> None:
         """Schedulers and rates as a checkpoint holds them: ``schedulers`` (states) and ``rates`` (by optimizer, group)."""
         for config, state in zip(trainer.lr_scheduler_configs, saved["schedulers"], strict=True):
             config.scheduler.load_state_dict(copy.deepcopy(state))
         for optimizer, rates in zip(trainer.optimizers, saved["rates"], strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
+        self._saved_rates = None  # what a reduction would put back after this step is out of date
 
     @staticmethod
     def restore_optimizers(trainer: Trainer, states: Sequence[dict[str, Any]]) -> None:
@@ -162,7 +172,25 @@ class Actuator:
                 group["lr"] = rate
 
     def state_dict(self) -> dict[str, Any]:
-        return {"reduction": dict(self.reduction) if self.reduction else None, "plan_until": self.plan_until}
+        return {
+            "reduction": dict(self.reduction) if self.reduction else None,
+            "plan_until": self.plan_until,
+            "experiment": self.experiment,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.reduction, self.plan_until = state["reduction"], state["plan_until"]
+        self.experiment = state["experiment"]
+
+
+def _usual_factors(context: RunContext, groups: int) -> list[float]:
+    """By which factor each group's rate usually differs from the scheduler's; exactly 1 where it does not."""
+    ratios = [
+        [a / p if p else 1.0 for p, a in zip(planned, actual, strict=True)]
+        for _, planned, actual in list(context.rates)[:-1]
+        if planned is not None and len(planned) == len(actual) == groups
+    ]
+    if not ratios:
+        return [1.0] * groups
+    middle = [sorted(column)[len(ratios) // 2] for column in zip(*ratios, strict=True)]
+    return [1.0 if abs(m - 1.0) < 1e-9 else m for m in middle]

@@ -2,7 +2,8 @@
 
 A *case* names what is to be answered (see :func:`case_of`). Each case has a ladder of actions; the n-th time that the same
 incident needs an answer, the n-th rung is taken. A rung that cannot be done here, or whose budget is spent, is passed over.
-The last rung of every ladder is ``stop``: a run that cannot be helped ends visibly instead of looping.
+The last rung of every ladder is ``stop``: a run that was helped in vain ends visibly instead of looping. Where nothing on the
+ladder can be done at all (no cursor, say), the step is skipped if it is still held, and training goes on.
 
 Example:
     >>> policy = Policy(mode="recover")
@@ -97,6 +98,8 @@ def case_of(
 
     if kinds and kinds <= REPORT_ONLY:
         return "report_only"
+    if FindingKind.SCALE_COLLAPSE in kinds and verdict.kind not in (VerdictKind.DATA, VerdictKind.OPTIMIZATION):
+        return "numerics/scale"  # whatever overflowed, the scale needs help
     match verdict.kind:
         case VerdictKind.DATA:
             if "cursor" in culprits:
@@ -105,8 +108,7 @@ def case_of(
                 return "data/source"
             return "data/neutralised" if neutralised else "data/samples"
         case VerdictKind.NUMERICS:
-            damages_scale = FindingKind.SCALE_COLLAPSE in kinds or (scaled and bool(kinds & NONFINITE))
-            return "numerics/scale" if damages_scale else "numerics/step"
+            return "numerics/scale" if scaled and kinds & NONFINITE else "numerics/step"
         case VerdictKind.INFRASTRUCTURE:
             if verdict.reproducible is False and kinds & NONFINITE:
                 return "infrastructure/transient"
@@ -120,8 +122,6 @@ def case_of(
                 return "optimization/state"
             return "optimization/other"
         case _:
-            if FindingKind.SCALE_COLLAPSE in kinds:
-                return "numerics/scale"
             return "undetermined/nonfinite" if kinds & NONFINITE else "undetermined/loss"
 
 
@@ -203,24 +203,34 @@ class Policy:
             return Choice(Action.NONE, "policy guard: only non-finite updates are kept out")
         ladder = [Action(a) for a in self.ladders[situation.case]]
         passed: list[str] = []
+        spent = False
         for rung in ladder[min(situation.repetition, len(ladder) - 1) :]:
-            obstacle = self._obstacle(rung, situation)
+            if rung is Action.STOP and passed and not spent:
+                break  # nothing was tried because nothing is possible here: that is no reason to end the run
+            impossible, exhausted = self._impossible(rung, situation), self._exhausted(rung, situation)
+            spent |= impossible is None and exhausted is not None
+            obstacle = impossible or exhausted
             if obstacle is None:
                 reason = f"{situation.case}, answer {situation.repetition + 1}"
                 return Choice(rung, reason, tuple(passed))
             passed.append(f"{rung}: {obstacle}")
-        if situation.nonfinite:
+        if situation.step_is_held or situation.nonfinite:
             return Choice(Action.SKIP_STEP, f"{situation.case}: nothing else is possible here", tuple(passed))
         return Choice(Action.NONE, f"{situation.case}: nothing on the ladder is possible here", tuple(passed))
 
-    def _obstacle(self, action: Action, situation: Situation) -> str | None:
+    @staticmethod
+    def _impossible(action: Action, situation: Situation) -> str | None:
+        """Why this run cannot take the action at all."""
         if action in situation.unavailable:
             return situation.unavailable[action]
+        if action in (Action.SKIP_STEP, Action.RETRY_STEP) and not situation.step_is_held:
+            return "the first affected update is already in the weights"
+        return None
+
+    def _exhausted(self, action: Action, situation: Situation) -> str | None:
         budget = self.budgets.get(action)
         if budget is not None and situation.spent.get(action, 0) >= budget:
             return f"budget of {budget} in {self.budget_steps} steps is spent"
-        if action in (Action.SKIP_STEP, Action.RETRY_STEP) and not situation.step_is_held:
-            return "the first affected update is already in the weights"
         return None
 
 

@@ -92,10 +92,25 @@ def test_observe_never_acts_and_guard_only_keeps_nonfinite_updates_out(case: str
 
 def test_what_cannot_be_done_is_passed_over_and_said() -> None:
     why = "the loader has no cursor"
-    situation = Situation("data/cursor", 0, unavailable={Action.ROLLBACK_REPLAY: why})
-    choice = Policy("recover").choose(situation)
-    assert choice.action is Action.STOP
+    none = {Action.ROLLBACK_REPLAY: why, Action.RETRY_STEP: why}
+    choice = Policy("recover").choose(Situation("data/cursor", 0, unavailable=none))
+    assert choice.action is Action.NONE  # nothing was tried, so nothing has failed: training goes on
     assert choice.passed_over == (f"rollback_replay: {why}", f"rollback_replay: {why}")
+    held = Situation("infrastructure/transient", 0, step_is_held=True, nonfinite=True, unavailable=none)
+    assert Policy("recover").choose(held).action is Action.SKIP_STEP
+
+
+@pytest.mark.parametrize("case", sorted(DEFAULT_LADDERS))
+def test_no_first_answer_ends_the_run_only_because_nothing_is_possible(case: str) -> None:
+    everything = {a: "not here" for a in Action if a not in (Action.STOP, Action.NONE, Action.SKIP_STEP)}
+    for held in (False, True):
+        choice = Policy("recover").choose(Situation(case, 0, step_is_held=held, unavailable=everything))
+        assert choice.action in (Action.SKIP_STEP, Action.NONE)
+
+
+def test_a_collapsed_scale_is_helped_whatever_the_replay_says() -> None:
+    for kind in (NUMERICS, INFRASTRUCTURE, UNDETERMINED):
+        assert case_of(Verdict(kind, ("rank:0",), reproducible=False), {COLLAPSE}) == "numerics/scale"
 
 
 def test_budgets_end_every_loop() -> None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from .. import recovery
 from ..actuator import Actuator
+from ..context import RunContext
 from ..incidents import Action, Finding, FindingKind, Incident, IncidentStatus, Severity, Verdict, VerdictKind
 from ..policy import NEEDS_ROLLBACK, REPORT_ONLY, Choice, Policy, Situation, case_of
 from ..record import StepRecord
@@ -117,6 +118,9 @@ class IncidentResponse(SentinelCallback):
         self.stop_reason: str | None = None
         self.actuator = Actuator()
         self._watched: dict[int, IncidentWatch] = {}
+        self._context: RunContext | None = None
+        self._saved_incidents: list[dict[str, Any]] = []
+        self._neutralises: BatchValidator | None = None
         self._taken: deque[tuple[int, Action]] = deque()
         self._gates = 0
         self._passed_in_batch = 0
@@ -131,18 +135,23 @@ class IncidentResponse(SentinelCallback):
                 " lightning_sentinel.default_callbacks()."
             )
         validator = find_callback(trainer, BatchValidator)
-        if validator is not None and self.policy.mode == "recover":
+        if validator is not None and self.policy.mode == "recover" and not validator.neutralise:
             validator.neutralise = True
+            self._neutralises = validator
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         from ..triage.window import ensure_capture
 
         self.stop_reason = None
+        self._context = self.context(trainer)
         self.actuator.attach(trainer)
         ensure_capture(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.actuator.detach()
+        if self._neutralises is not None:
+            self._neutralises.neutralise = False
+            self._neutralises = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._passed_in_batch = 0
@@ -168,6 +177,7 @@ class IncidentResponse(SentinelCallback):
     ) -> None:
         """Answer one record. Every rank calls it with the same arguments and takes the same way."""
         self._gates += 1
+        self._match_watches(record)
         serious = self._serious(findings)
         for finding in findings:
             if finding not in serious:
@@ -184,6 +194,24 @@ class IncidentResponse(SentinelCallback):
             self._mark_healthy(trainer, record)
         if not self.context(trainer).held:
             self._passed_in_batch += 1
+
+    def _match_watches(self, record: StepRecord) -> None:
+        """After a resume: incidents come back with this callback's state unless a checkpoint has brought them already."""
+        context = self._context
+        if context is None:
+            return
+        if self._saved_incidents:
+            known = {i.number for i in context.incidents}
+            saved = [Incident.from_dict(i) for i in self._saved_incidents]
+            context.incidents = sorted(
+                [*context.incidents, *(i for i in saved if i.number not in known)], key=lambda i: i.number
+            )
+            self._saved_incidents = []
+        still_open = {i.number for i in context.incidents if i.is_open}
+        if self._watched.keys() != still_open:
+            self._watched = {n: w for n, w in self._watched.items() if n in still_open}
+            for number in still_open - self._watched.keys():
+                self._watched[number] = IncidentWatch(record.step, context.history)
 
     def _serious(self, findings: Sequence[Finding]) -> list[Finding]:
         """Findings that need an answer; an overflow counts while an incident of overflows is open."""
@@ -245,14 +273,14 @@ class IncidentResponse(SentinelCallback):
             watch = self._watched.get(incident.number)
             if not incident.is_open or watch is None:
                 continue
-            near = record.step <= watch.last_step + 2
+            near = min(f.since_step for f in findings) <= watch.last_step + 1
             same = bool(kinds & incident.kinds - REPORT_ONLY) and not (kinds & _SINGLE_STEP)
             same = same or bool(named & set(incident.verdict.culprits))
             if near or same or (watch.case == "numerics/scale" and FindingKind.SCALER_OVERFLOW in kinds):
                 incident.findings.extend(findings[: max(0, 64 - len(incident.findings))])
                 return incident
         incident = Incident(
-            number=1 + max((i.number for i in context.incidents), default=0),
+            number=1 + max([context.scratch.get("first_incident", 0), *(i.number for i in context.incidents)]),
             opened_step=record.step,
             since_step=min(f.since_step for f in findings),
             attempt=context.attempt,
@@ -269,14 +297,14 @@ class IncidentResponse(SentinelCallback):
             log.warning("incident %d at step %d: %s", incident.number, record.step, finding.message)
         return incident
 
-    @staticmethod
-    def _needs_triage(kinds: set[FindingKind], watch: IncidentWatch) -> bool:
+    def _needs_triage(self, kinds: set[FindingKind], watch: IncidentWatch) -> bool:
         """Examine when the incident is new, has a new side, or an answer has not helped."""
         if kinds <= REPORT_ONLY:
             return False
         if watch.case == "numerics/scale" and watch.answers:
             return False  # a further overflow of a convicted module tells nothing new
-        return bool(kinds - watch.examined) or watch.answers > watch.examined_answers
+        unanswered = self.policy.mode == "recover" and watch.answers > watch.examined_answers
+        return bool(kinds - watch.examined) or unanswered
 
     def _examine(
         self,
@@ -324,6 +352,10 @@ class IncidentResponse(SentinelCallback):
             reasons |= dict.fromkeys((Action.ROLLBACK_REPLAY, Action.ROLLBACK_SKIP), why)
         elif why is not None:
             reasons |= dict.fromkeys(NEEDS_ROLLBACK, why)
+        loaders = _loaders(trainer)
+        if not any(hasattr(loader, "exclude") for loader in loaders):
+            names = ", ".join(sorted({type(loader).__name__ for loader in loaders}))
+            reasons.setdefault(Action.ROLLBACK_SKIP, f"{names} has no exclude(names), so nothing can be left out")
         checkpoint = find_callback(trainer, ForensicCheckpoint)
         saved = checkpoint.saved_schedule(trainer) if checkpoint is not None else None
         if saved is None and not any(s.params is not None and s.step <= since for s in context.snapshots):
@@ -397,8 +429,7 @@ class IncidentResponse(SentinelCallback):
         self._journal_action(trainer, incident)
         if action is Action.SKIP_STEP:
             self.actuator.hold(trainer, optimizer)
-            self.actuator.keep_scale(trainer)  # a held step leaves the scale as it is, too
-            if self._passed_in_batch:
+            if self._passed_in_batch and self.policy.mode == "recover":
                 self._undo_earlier_update(trainer, incident, record, choice)
         elif action is Action.REDUCE_LR:
             self.actuator.hold(trainer, optimizer)
@@ -562,6 +593,8 @@ class IncidentResponse(SentinelCallback):
             "gates": self._gates,
             "taken": [(gate, str(action)) for gate, action in self._taken],
             "watched": {number: watch.state_dict() for number, watch in self._watched.items()},
+            "incidents": self._saved_incidents
+            or [i.to_dict() for i in (self._context.incidents if self._context else [])],
             "actuator": self.actuator.state_dict(),
         }
 
@@ -569,6 +602,7 @@ class IncidentResponse(SentinelCallback):
         self._gates = state_dict["gates"]
         self._taken = deque((gate, Action(action)) for gate, action in state_dict["taken"])
         self._watched = {int(n): IncidentWatch.from_state(w) for n, w in state_dict["watched"].items()}
+        self._saved_incidents = list(state_dict["incidents"])
         self.actuator.load_state_dict(state_dict["actuator"])
 
 

@@ -174,6 +174,8 @@ class RankTelemetry(SentinelCallback):
 
     def _reset_window(self) -> None:
         self._losses: list[Tensor] = []  # one per micro-batch, float32, as the user means it
+        self._weights: list[Tensor | float] = []  # supervised tokens behind each of these losses
+        self._counted = False  # True once a gate has counted the tokens of this window
         self._supervised: list[Tensor | float] = []
         self._tokens: list[Tensor | float] = []
         self._by_source: Tensor | None = None
@@ -211,6 +213,7 @@ class RankTelemetry(SentinelCallback):
             self._losses[-1] = self._losses[-1] + value
         else:
             self._losses.append(value)
+            self._weights.append(self._supervised[-1])
         self._backward_in_batch += 1
         if self._backward_in_batch == 1 and self._source_names:
             self._add_sources(pl_module)
@@ -231,6 +234,7 @@ class RankTelemetry(SentinelCallback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         context = self.context(trainer)
+        context.held = False
         record = self._gather(trainer, optimizer)
         context.record = record
         context.scratch["live_losses"] = self._losses
@@ -260,6 +264,10 @@ class RankTelemetry(SentinelCallback):
             context.history.append(record)
         self._keep_row(trainer, record, applied)
         self._start_update_norm(optimizer, record.step, context.held)
+        if not pl_module.automatic_optimization:
+            # Another optimizer may follow in this batch: its record must not carry this one's loss, nor count tokens twice.
+            self._losses, self._weights, self._by_source = [], [], None
+            self._backward_in_batch, self._counted = 0, True
 
     def _gather(self, trainer: Trainer, optimizer: Optimizer) -> StepRecord:
         """Pack this rank's row, gather, read once."""
@@ -336,19 +344,18 @@ class RankTelemetry(SentinelCallback):
         return row
 
     def _window_totals(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        supervised = _stack(self._supervised, device)
-        tokens = _stack(self._tokens, device)
+        tokens = _stack(self._tokens, device).sum() * (0.0 if self._counted else 1.0)
         if not self._losses:
             nan = torch.full((), math.nan, dtype=torch.float64, device=device)
-            return nan, torch.zeros_like(nan), tokens.sum(), torch.zeros_like(nan)
+            return nan, torch.zeros_like(nan), tokens, torch.zeros_like(nan)
         losses = torch.stack(self._losses).to(device).double()
-        weights = supervised[-len(losses) :]
+        weights = _stack(self._weights, device)
         bad = (~torch.isfinite(losses)).double().sum()
         if len(losses) == 1:
             loss = losses[0]
         else:
             loss = torch.where(weights > 0, losses * weights, 0.0).sum() / weights.sum()
-        return loss, weights.sum(), tokens.sum(), bad
+        return loss, weights.sum(), tokens, bad
 
     def _source_row(self, device: torch.device) -> Tensor:
         n = len(self._source_names)
@@ -475,6 +482,8 @@ class RankTelemetry(SentinelCallback):
         return {
             "nonfinite": self.nonfinite.state_dict(),
             "losses": list(self._losses),
+            "weights": list(self._weights),
+            "counted": self._counted,
             "supervised": list(self._supervised),
             "tokens": list(self._tokens),
             "by_source": self._by_source,
@@ -485,6 +494,7 @@ class RankTelemetry(SentinelCallback):
         self.nonfinite.load_state_dict(state_dict["nonfinite"])
         self._reset_window()
         self._losses = list(state_dict["losses"])
+        self._weights, self._counted = list(state_dict["weights"]), state_dict["counted"]
         self._supervised = list(state_dict["supervised"])
         self._tokens = list(state_dict["tokens"])
         self._by_source = state_dict["by_source"]

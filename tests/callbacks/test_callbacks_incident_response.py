@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -14,6 +15,8 @@ from sentinel_kit import Loader, Net, Sink, make_trainer, same_bits, weights
 from lightning_sentinel import IncidentResponse, NonFiniteTracer, RankTelemetry, Rollback
 from lightning_sentinel.callbacks.incident_response import EXIT_CODE_STOPPED, TrainingStopped
 from lightning_sentinel.context import context_of
+from lightning_sentinel.incidents import Finding, FindingKind
+from lightning_sentinel.record import StepRecord
 
 NAN = math.nan
 
@@ -188,7 +191,7 @@ def test_an_earlier_optimizer_of_the_same_batch_is_undone() -> None:
             return [torch.optim.Adam(self.a.parameters(), 0.01), torch.optim.Adam(self.b.parameters(), 0.01)]
 
     module = Two()
-    trainer, _ = fit(module, suite(mode="recover"), max_steps=80)
+    trainer, sink = fit(module, suite(mode="recover"), max_steps=80)
     without = Two()
     clean, _ = make_trainer([], max_steps=80)
     loader = Loader()
@@ -197,6 +200,7 @@ def test_an_earlier_optimizer_of_the_same_batch_is_undone() -> None:
     clean.fit(without, loader)
     assert same_bits(weights(module), weights(without))
     assert incidents(trainer)[0].opened_step == 41
+    assert sink.steps()[-1]["tokens"] == 4 * 40  # a batch counts once, however many optimizers step in it
 
 
 def test_restore_optimizer_takes_moments_back_and_leaves_weights_and_rate() -> None:
@@ -225,6 +229,80 @@ def test_state_survives_in_the_middle_of_an_incident() -> None:
     other.load_state_dict(state)
     assert other.state_dict() == state
     assert list(other._watched) == [1]
+
+
+def test_an_open_incident_is_closed_after_lightning_has_resumed(tmp_path: Path) -> None:
+    file = tmp_path / "middle.ckpt"
+
+    class Save(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == 33 and not file.exists():
+                trainer.save_checkpoint(file)
+
+    fit(net(gains={30: NAN}), [*suite(mode="recover"), Save()], max_steps=34)
+    resumed, sink = make_trainer(suite(mode="recover"), max_steps=60)
+    resumed.fit(net(), Loader(), ckpt_path=file, weights_only=False)
+    (incident,) = incidents(resumed)
+    assert (incident.number, incident.opened_step, incident.status) == (1, 30, "recovered")
+    assert [e["incident"]["number"] for e in sink.named("incident.closed")] == [1]
+
+
+def test_two_causes_two_steps_apart_are_two_incidents() -> None:
+    class Twice(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return loss * NAN if "s128" in batch["sample_id"] else loss
+
+    torch.manual_seed(1)
+    module = Twice(gains={30: NAN}, once=True)
+    trainer, _ = fit(module, suite(mode="recover"))
+    first, second = incidents(trainer)
+    assert (first.opened_step, [a["action"] for a in first.actions]) == (30, ["retry_step"])
+    assert (second.opened_step, [a["action"] for a in second.actions]) == (32, ["skip_step"])
+    assert (first.verdict.kind, second.verdict.kind) == ("infrastructure", "numerics")
+
+
+@pytest.mark.filterwarnings("ignore:.*Rollback is off.*")
+def test_without_a_cursor_a_transient_nan_is_skipped_and_training_goes_on() -> None:
+    class Plain:
+        def __iter__(self) -> Any:
+            return iter(Loader())
+
+    module = net(gains={30: NAN}, once=True)
+    trainer, _ = make_trainer(suite(mode="recover"))
+    torch.manual_seed(7)
+    trainer.fit(module, Plain())
+    (incident,) = incidents(trainer)
+    assert [a["action"] for a in incident.actions] == ["skip_step"]
+    assert trainer.global_step == 60
+    assert all(torch.isfinite(p).all() for p in module.parameters())
+
+
+def test_the_rate_is_held_to_the_plan_after_a_wrong_one() -> None:
+    class Wrong(L.Callback):
+        """Multiplies the rate by 40 at steps 40 and 41, and again at 44 in the second attempt."""
+
+        def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+            attempt, step = context_of(trainer).attempt, trainer.global_step
+            if (attempt == 0 and step in (40, 41)) or (attempt == 1 and step == 44):
+                for group in trainer.optimizers[0].param_groups:
+                    group["lr"] *= 40
+
+    class Alarm(L.Callback):
+        """States a spike at step 42 of the first attempt."""
+
+        def observe(self, record: StepRecord) -> list[Finding]:
+            if (record.attempt, record.step) != (0, 42):
+                return []
+            return [Finding(FindingKind.SPIKE, "alarm", 42, 20.0, 8.0, "a spike", since_step=41)]
+
+    module, clean = net(), net()
+    fit(clean, [])
+    trainer, sink = fit(module, [Wrong(), Alarm(), *suite(mode="recover", probation_steps=12)])
+    assert incidents(trainer)[0].verdict.culprits == ("optimizer:lr",)
+    assert [e["reason"] for e in sink.named("lr.changed")] == ["held to the plan"]
+    assert len(incidents(trainer)) == 1
+    assert same_bits(weights(clean), weights(module))
 
 
 def test_without_telemetry_it_says_what_to_add() -> None:
