@@ -404,6 +404,8 @@ class ForensicCheckpoint(SentinelCallback):
         contents.apply(trainer, loaded)
         self._fit.resumed = resumed = ResumedRun.from_suite(trainer, loaded, self.compare_steps)
         context.restart_step = snapshot.step
+        good = trainer.strategy.broadcast(checkpoint.status.status is Status.KNOWN_GOOD, src=0)
+        context.scratch["known_good_step"] = snapshot.step if good else None
         context.load_path_state(snapshot.path)
         context.attempt = trainer.strategy.broadcast(next_attempt(store, checkpoint, resumed.recorded), src=0)
         resumed.close_lost_incidents(trainer)

@@ -11,7 +11,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
 from ..incidents import Action
-from ..record import StepRecord
 from ..state import lightning_private as private
 from ..state.snapshot import (
     Snapshot,
@@ -22,7 +21,7 @@ from ..state.snapshot import (
     state_problems,
     take,
 )
-from .base import SentinelCallback
+from .base import SentinelCallback, ledger_of
 
 _ROLLBACKS = (Action.RETRY_STEP, Action.ROLLBACK_REPLAY, Action.ROLLBACK_SKIP)
 
@@ -223,7 +222,11 @@ class Rollback(SentinelCallback):
         first = not context.snapshots
         due = first or (step % self.every_n_steps == 0 and all(s.step != step for s in context.snapshots))
         if due and not unanswered:
-            self._take_full(trainer, known_good=first)
+            # Untrained weights are good, and so is a state that has earned it in an earlier process. What was resumed
+            # from anything else has to earn it here.
+            untrained = step == 0 and context.restart_step is None
+            inherited = context.scratch.get("known_good_step") == step
+            self._take_full(trainer, known_good=first and (untrained or inherited))
         if self._light_problem is None:
             # two light snapshots take turns: the older one's buffers are written while the newer one is still valid
             self._light, self._spare_light = take(trainer, tensors=False, into=self._spare_light), self._light
@@ -254,7 +257,8 @@ class Rollback(SentinelCallback):
         if not free:
             return None
         waiting = trainer.global_step - free[0].step
-        if self._probation is None or waiting > self._probation or free[0].position < good[-1].position:
+        superseded = bool(good) and free[0].position < good[-1].position
+        if self._probation is None or waiting > self._probation or superseded:
             return free[0]
         # The oldest candidate is closest to the end of its probation: dropping it each time would leave the run without a
         # fresh known-good snapshot forever. A newer one can go.
@@ -263,14 +267,12 @@ class Rollback(SentinelCallback):
     # --- Going back ---------------------------------------------------------------------------------------------
 
     def _choose(self, trainer: Trainer, before_step: int, action: Action) -> Snapshot:
-        light = self._light
-        if (
-            action is Action.RETRY_STEP
-            and light is not None
-            and light.step == before_step
-            and light.versions == parameter_versions(trainer)
-        ):
-            return light
+        if action is Action.RETRY_STEP:
+            light = self._light
+            usable = light is not None and light.step == before_step and self._weights_untouched(trainer, light)
+            if self._on_all_ranks(trainer, usable):
+                assert light is not None
+                return light
         snapshots = self.context(trainer).snapshots
         old_enough = [s for s in snapshots if s.position <= before_step]
         if not old_enough:
@@ -281,6 +283,17 @@ class Rollback(SentinelCallback):
             )
         return old_enough[-1]
 
+    @staticmethod
+    def _weights_untouched(trainer: Trainer, light: Snapshot) -> bool:
+        return light.versions == parameter_versions(trainer)
+
+    @staticmethod
+    def _on_all_ranks(trainer: Trainer, mine: bool) -> bool:
+        """Counters of writes are each rank's own; no rank may take another way back than the others."""
+        if trainer.world_size == 1:
+            return mine
+        return bool(trainer.strategy.reduce_boolean_decision(mine, all=True))
+
     def _after_batch(self) -> None:
         request, trainer = self._request, self._trainer
         if request is None or trainer is None:
@@ -288,10 +301,10 @@ class Rollback(SentinelCallback):
         self._request = None
         context = self.context(trainer)
         snapshot = request.snapshot
-        if snapshot.light and snapshot.versions != parameter_versions(trainer):
+        if snapshot.light and not self._on_all_ranks(trainer, self._weights_untouched(trainer, snapshot)):
             # the step was not kept out of the weights after all
             snapshot = self._choose(trainer, request.before_step, Action.ROLLBACK_REPLAY)
-        replayed = [i for r in self._abandoned(trainer, snapshot.step) for i in r.sample_ids]
+        replayed = self._replayed(trainer, snapshot.step)
         context.attempt += 1
         self.executed += 1
         context.write(
@@ -339,21 +352,16 @@ class Rollback(SentinelCallback):
                 paths |= {*callback.best_k_models, callback.last_model_path}
         return paths - {""}
 
-    def _abandoned(self, trainer: Trainer, step: int) -> list[StepRecord]:
-        """Records of the steps that are about to be undone, oldest first."""
+    def _replayed(self, trainer: Trainer, step: int) -> list[str]:
+        """This rank's samples of ``step`` and later on the path that is given up, each once, in the order drawn."""
         context = self.context(trainer)
-        records = [r for r in context.history if r.step >= step]
-        if context.record is not None and all(r.step != context.record.step for r in records):
-            records.append(context.record)
-        return records
+        ids = [i for drawn, names in context.drawn if drawn >= step for i in names]
+        if private.window_open(trainer):
+            ids += context.scratch.get("sample_ids", ())  # a window that has not come to its gate yet
+        return list(dict.fromkeys(ids))
 
     def _exclude(self, trainer: Trainer, request: _Request) -> None:
-        context = self.context(trainer)
-        if context.ledger is None:
-            from ..data.quarantine import QuarantineLedger
-
-            context.ledger = QuarantineLedger()
-        context.ledger.add(
+        ledger_of(trainer).add(
             request.exclude,
             step=request.before_step,
             incident=request.incident,

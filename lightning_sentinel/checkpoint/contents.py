@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 
-from ..callbacks.base import SentinelCallback, find_callback
+from ..callbacks.base import SentinelCallback, find_callback, ledger_of
 from ..callbacks.rank_telemetry import RankTelemetry
 from ..context import RunContext, context_of
 from ..data.identity import sample_ids
@@ -138,7 +138,7 @@ def apply(trainer: Trainer, loaded: Loaded) -> None:
     context.incidents.extend(
         incident for i in loaded.run["incidents"] if (incident := Incident.from_dict(i)).number not in known
     )
-    _apply_ledger(trainer, context, loaded.run["ledger"])
+    _apply_ledger(trainer, loaded.run["ledger"])
     context.infra_events.extend(loaded.run["infra_events"])
     context.rates.clear()
     context.rates.extend((int(s), p, a) for s, p, a in decode(loaded.own["rates"]))
@@ -185,15 +185,10 @@ def _run_facts(
     return plain
 
 
-def _apply_ledger(trainer: Trainer, context: RunContext, saved: Mapping[str, Any] | None) -> None:
+def _apply_ledger(trainer: Trainer, saved: Mapping[str, Any] | None) -> None:
     if not saved or not saved["entries"]:
         return
-    if context.ledger is None:
-        from ..data.quarantine import FILE_NAME, QuarantineLedger
-
-        path = None if context.run_dir is None else context.run_dir / FILE_NAME
-        context.ledger = QuarantineLedger(path, write=trainer.is_global_zero)
-    context.ledger.load_state_dict(saved)
+    ledger_of(trainer).load_state_dict(saved)
 
 
 def _journal_position(trainer: Trainer, context: RunContext) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from lightning_sentinel.callbacks.rollback import Rollback
+from lightning_sentinel.incidents import Action
 from lightning_sentinel.state.tree import local, map_tensors
 
 warnings.filterwarnings("ignore")
@@ -99,6 +100,50 @@ def compare(kind: str, accumulate: int, folder: Path) -> None:
     (folder / f"{kind}-{accumulate}-rank-{trainer.global_rank}.json").write_text(json.dumps(result))
 
 
+class UnevenRetry(L.Callback):
+    """Holds step 3 on both ranks and asks for another try; on rank 1 alone something has written to a weight."""
+
+    def __init__(self, rollback: Rollback, late: bool) -> None:
+        self.rollback, self.late = rollback, late
+        self.light: list[bool] = []
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
+        if trainer.global_step != 3 or self.light:
+            return
+        for parameter in module.parameters():
+            parameter.grad = None
+        if not self.late:
+            self.touch(trainer, module)
+        request = self.rollback.request(
+            trainer, before_step=3, action=Action.RETRY_STEP, incident=1, reason="uneven ranks"
+        )
+        self.light.append(request.light)
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
+        if self.late and self.rollback.pending:
+            self.touch(trainer, module)
+
+    @staticmethod
+    def touch(trainer: L.Trainer, module: Any) -> None:
+        if trainer.global_rank == 1:
+            with torch.no_grad():
+                next(module.parameters()).add_(0.0)
+
+
+def uneven(late: bool, folder: Path) -> None:
+    rollback = Rollback(every_n_steps=2)
+    retry = UnevenRetry(rollback, late)
+    outcome, _, trainer = fit("ddp", 1, retry, rollback)
+    result = {"light": retry.light, "executed": rollback.executed, "steps": outcome.steps}
+    name = "late" if late else "early"
+    (folder / f"uneven-{name}-rank-{trainer.global_rank}.json").write_text(json.dumps(result))
+    calls = trainer.lightning_module.calls
+    assert calls == 16 + 2, calls  # steps 2 and 3 once more
+
+
 if __name__ == "__main__":
     for name in sys.argv[2:]:
+        if name.startswith("uneven:"):
+            uneven(name == "uneven:late", Path(sys.argv[1]))
+            continue
         compare(name.split(":")[0], int(name.split(":")[1]), Path(sys.argv[1]))

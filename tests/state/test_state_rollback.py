@@ -14,10 +14,14 @@ import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from state_world import Cell, Hurt, Net, Samples, assert_same_run, make_trainer, map_loader, run, spoil
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
+from lightning_sentinel.callbacks.batch_validator import BatchValidator
+from lightning_sentinel.callbacks.rank_telemetry import RankTelemetry
 from lightning_sentinel.callbacks.rollback import Rollback, RollbackUnavailable
 from lightning_sentinel.context import context_of
-from lightning_sentinel.incidents import Action, Incident
+from lightning_sentinel.data.quarantine import QuarantineLedger
+from lightning_sentinel.incidents import Action, Finding, FindingKind, Incident, Severity
 from lightning_sentinel.record import StepRecord
 from lightning_sentinel.state import lightning_private as private
 from lightning_sentinel.state import rng
@@ -160,8 +164,8 @@ def test_ten_rollbacks_leave_no_worker_and_no_file_behind() -> None:
 def records(trainer: L.Trainer, step: int) -> None:
     context = context_of(trainer)
     record = StepRecord.from_losses(step, [1.0])
-    object.__setattr__(record, "sample_ids", (f"id-{step}",))
     context.history.append(record)
+    context.drawn.append((step, (f"id-{step}",)))
     context.rates.append((step, None, (0.1,)))
     context.tokens += 10
 
@@ -207,6 +211,99 @@ def test_what_is_written_and_what_goes_back_in_the_context() -> None:
     assert [r.step for r in context.history] == list(range(12))
     assert [step for step, _, _ in context.rates] == list(range(12))
     assert rollback.state_dict() == {"executed": 1}
+
+
+class Suspicious(L.Callback):
+    """Finds an incident in every third step, so that the step stays out of the history of accepted records."""
+
+    def observe(self, record: StepRecord) -> list[Finding]:
+        if record.step % 3:
+            return []
+        return [Finding(FindingKind.SPIKE, "test", record.step, 9.0, 1.0, "odd", Severity.INCIDENT)]
+
+
+class Drawn(L.Callback):
+    """Samples of all batches in order, abandoned paths included."""
+
+    rewinds = False
+
+    def __init__(self) -> None:
+        self.ids: list[str] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.ids += names_of(batch)
+
+
+def names_of(batch: Any) -> list[str]:
+    return [str(int(i)) for i in batch[2]]
+
+
+@pytest.mark.parametrize(("accumulate", "batch"), [(1, 300), (2, 7)], ids=["long-path", "incomplete-window"])
+def test_every_sample_that_is_drawn_again_is_written_down(accumulate: int, batch: int) -> None:
+    events, drawn, rollback = Events(), Drawn(), Rollback(every_n_steps=1000)
+    options = {"max_steps": batch, "max_epochs": -1, "accumulate_grad_batches": accumulate}
+    cell = Cell(
+        "replayed",
+        loader=lambda: StatefulDataLoader(Samples(1400), batch_size=4),
+        trainer=options,
+        net={"scheduler": "epoch"},
+    )
+
+    class Sink(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+            context_of(trainer).journal = events
+
+    telemetry = RankTelemetry(sample_id_fn=names_of)
+    validator = BatchValidator(sample_id_fn=names_of)
+    hurt = Hurt(rollback, batch=batch, before_step=0)
+    run(cell, Sink(), validator, Suspicious(), telemetry, drawn, hurt, rollback)
+    (line,) = [e for e in events.lines if e["event"] == "action.rollback"]
+    assert line["to_step"] == 0
+    assert line["replayed"] == drawn.ids[: 4 * batch]
+    assert drawn.ids[4 * batch : 8 * batch] == line["replayed"]
+
+
+def test_only_untrained_weights_are_known_good_without_a_probation() -> None:
+    seen: list[tuple[int, bool]] = []
+
+    class Look(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            seen.append((trainer.global_step, context_of(trainer).snapshots[0].known_good))
+
+    trainer = make_trainer(Cell("twice", trainer={"max_epochs": 1}), [Rollback(every_n_steps=4), Look()])
+    validation = DataLoader(Samples(8), batch_size=4)
+    trainer.fit(Net(), map_loader(), validation)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(Net(), map_loader(), validation)
+    assert seen[0] == (1, True)
+    assert (13, False) in seen
+
+
+def test_a_rollback_that_excludes_is_in_the_ledger_on_disk(tmp_path: Path) -> None:
+    class Folder(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+            context_of(trainer).run_dir = tmp_path
+
+    class Excluding(StatefulDataLoader):
+        def exclude(self, names: Any) -> None:
+            self.excluded = list(names)
+
+    class Ask(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            if trainer.global_step == 3 and not rollback.executed:
+                rollback.request(
+                    trainer,
+                    before_step=2,
+                    action=Action.ROLLBACK_SKIP,
+                    incident=1,
+                    reason="bad",
+                    exclude=["sample:7"],
+                )
+
+    rollback = Rollback(every_n_steps=2)
+    cell = Cell("ledger", loader=lambda: Excluding(Samples(), batch_size=4), trainer={"max_epochs": 1})
+    run(cell, Folder(), Ask(), rollback)
+    assert QuarantineLedger(tmp_path / "quarantine.jsonl").active == {"sample:7"}
 
 
 def test_requests_that_cannot_be_met() -> None:
@@ -270,6 +367,22 @@ def test_a_candidate_is_kept_through_its_probation() -> None:
     assert kept[20] == [5, 20]
     assert kept[32] == [5, 20]
     assert kept[35] == [20, 35]
+
+
+def test_after_a_resume_a_candidate_is_kept_until_its_probation_is_over() -> None:
+    rollback = Rollback(every_n_steps=5, keep=2)
+
+    def act(trainer: L.Trainer) -> None:
+        if trainer.global_step == 0:
+            context_of(trainer).snapshots[0].known_good = False  # as the first one of a resumed process
+        elif trainer.global_step >= 12:
+            rollback.mark_known_good(trainer, trainer.global_step - 12)
+        else:
+            rollback._probation = 12
+
+    kept = kept_snapshots(rollback, act)
+    assert kept[11] == [0, 10]
+    assert kept[15] == [0, 10]  # 0 is good since step 12, 10 not yet
 
 
 def test_what_predates_an_open_incident_is_kept() -> None:
