@@ -1,18 +1,16 @@
-"""What importing the package costs: nothing that Lightning has not paid for already."""
+"""What importing the package imports: nothing that Lightning has not imported already."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-MEASURE = """
-import sys, time
+IMPORTED = """
+import sys
 {first}
 before = set(sys.modules)
-start = time.perf_counter()
 import lightning_sentinel
 {then}
-print(time.perf_counter() - start)
 heavy = {{"torch", "lightning", "numpy", "hydra", "omegaconf", "matplotlib", "jinja2", "torchdata"}}
 print(sorted(heavy & {{name for name in set(sys.modules) - before}}))
 """
@@ -25,13 +23,9 @@ def output_of(code: str) -> list[str]:
 
 
 def test_the_package_alone_imports_nothing_heavy() -> None:
-    seconds, found = output_of(MEASURE.format(first="", then=""))
-    assert found == "[]"
-    assert float(seconds) < 0.3
+    assert output_of(IMPORTED.format(first="", then="")) == ["[]"]
 
 
-def test_the_whole_suite_after_lightning_is_cheap() -> None:
-    code = MEASURE.format(first="import lightning.pytorch", then="lightning_sentinel.default_callbacks")
-    seconds, found = output_of(code)
-    assert found == "[]"
-    assert float(seconds) < 3.0  # a fraction of a second on a machine that does nothing else
+def test_the_whole_suite_after_lightning_imports_nothing_more() -> None:
+    code = IMPORTED.format(first="import lightning.pytorch", then="lightning_sentinel.default_callbacks")
+    assert output_of(code) == ["[]"]

@@ -1,11 +1,8 @@
-"""The hybrid model: its layers against transformers', its documents, its sizes, its speed."""
+"""The hybrid model: its layers against transformers', its documents, its sizes."""
 
 from __future__ import annotations
 
 import logging
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -286,50 +283,3 @@ def test_half_precision_keeps_the_rule_and_the_stream_in_float32(monkeypatch: py
 def test_errors_name_the_field_and_the_bound(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         replace(TINY, **change)
-
-
-# ---------------------------------------------------------------------------------------------- speed
-
-
-def fastest(*work: Callable[[], Any], rounds: int = 15) -> list[float]:
-    """Seconds of CPU time of each piece of work, the fastest of several rounds taken in turns: what else runs on the
-    machine slows all of them alike, and now and then none."""
-    seconds: list[list[float]] = [[] for _ in work]
-    for _ in range(rounds):
-        for times, do in zip(seconds, work, strict=True):
-            start = time.thread_time()
-            do()
-            times.append(time.thread_time() - start)
-    return [statistics.median(sorted(times)[:3]) for times in seconds]
-
-
-def training_pass(module: nn.Module, *args: Any) -> Callable[[], Any]:
-    def run() -> None:
-        out = module(*args)
-        torch.autograd.backward(out, torch.ones_like(out))
-        module.zero_grad()
-
-    return run
-
-
-def test_gated_delta_net_takes_at_most_twice_the_time_of_attention() -> None:
-    config = named_config("small")
-    model = build(config)
-    x = torch.randn(4, 256, config.width)
-    layout = Layout.of(documents(100, 156).expand(4, -1), config, torch.float32)
-    delta, attention = fastest(*(training_pass(model.layers[i].mixer, x, layout) for i in (0, 3)))
-    assert delta <= 2 * attention, f"{1e3 * delta:.1f} ms against {1e3 * attention:.1f} ms"
-
-
-def test_a_tiny_step_takes_at_most_60_ms() -> None:
-    model = build(TINY)
-    optimizer = torch.optim.AdamW(model.parameters())
-    ids, packed = torch.randint(TINY.vocab_size, (4, 64)), documents(30, 34).expand(4, -1)
-    learn = training_pass(model, ids, packed)
-
-    def step() -> None:
-        learn()
-        optimizer.step()
-
-    (seconds,) = fastest(step)
-    assert seconds < 0.060, f"{1e3 * seconds:.1f} ms"
