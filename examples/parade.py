@@ -98,6 +98,8 @@ def plan(short: bool) -> list[Leg]:
     size = ("model=tiny", "optimizer.learning_rate=8e-3") if short else ()
     # A smaller model knows less, so more must be wrong before it is as surprised.
     louder = ("faults.level_shift.share=1.0",) if short else ()
+    # A level that has shifted is seen only after some dozens of steps, and the way back leads to before the shift.
+    far_back = "callbacks.rollback.keep=5"
     checkpoint = "{run}/legs/clean/checkpoints/step-" + f"{restart:08d}"
     fp16 = ("trainer=fp16", "model=micro", "data.sequence_length=64")
     overflow, collapse = (
@@ -106,7 +108,7 @@ def plan(short: bool) -> list[Leg]:
     )
     noise = ("faults.bad_rank.std=2.5",) if short else ()  # the same loss from a smaller width
     return [
-        Leg("band", steps, (*size, *louder), band, clean="clean"),
+        Leg("band", steps, (*size, *louder, far_back), band, clean="clean"),
         Leg("exact", steps, size, exact, clean="clean"),
         Leg("clean", steps, (*size, f"callbacks.forensic_checkpoint.every_n_steps={restart}")),
         Leg("bare", steps, size, suite=False),
