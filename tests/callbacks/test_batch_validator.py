@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from pathlib import Path
 from typing import Any
 
@@ -416,7 +415,7 @@ def test_state_goes_round_at_any_point(tmp_path: Path) -> None:
         assert found + feed(second, order[cut:], start=cut) == whole
 
 
-def test_a_healthy_batch_costs_one_host_read_and_little_time() -> None:
+def test_a_healthy_batch_costs_one_host_read() -> None:
     validator = BatchValidator(257)
     batches = [
         {
@@ -427,13 +426,8 @@ def test_a_healthy_batch_costs_one_host_read_and_little_time() -> None:
         }
         for k in range(50)
     ]
-    seconds = []
     for step, batch in enumerate(batches):
-        start = time.perf_counter()
         assert validator.check(batch, step=step) == []
-        seconds.append(time.perf_counter() - start)
-    # 0.2 ms on a quiet machine; the least of many is little moved by a busy one
-    assert min(seconds) < 0.6e-3
     # on meta tensors every host read raises: up to the one read nothing does
     meta = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in batches[0].items()}
     with pytest.raises((RuntimeError, NotImplementedError), match=r"meta") as error:

@@ -33,6 +33,7 @@ default_callbacks(run_dir, policy, vocabulary_size, sample_id_fn, checkpoint_eve
 # What else users import, by module.
 OTHERS = {
     "config": ["build(node, where)", "build_callbacks(cfg, where)", "suggest_names(config_dir, config_name)"],
+    "data": ["MixtureLoader", "QuarantineLedger", "sample_ids(batch, sample_id_fn)"],
     "data.mixture": ["MixtureLoader"],
     "data.quarantine": ["QuarantineLedger"],
     "journal": ["read_journal"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +111,11 @@ def test_every_sample_of_a_source_has_its_own_id_and_valid_tokens() -> None:
             assert ((targets == IGNORED) == (tokens == SEPARATOR)).all()
 
 
-def test_set_up_is_quick() -> None:
-    collect.cache_clear()
-    start = time.process_time()
-    TextMixtureDataModule().setup("fit")
-    # half a second on a quiet machine
-    assert time.process_time() - start < 1.5
+def test_set_up_with_the_defaults() -> None:
+    data = TextMixtureDataModule()
+    data.setup("fit")
+    batch = next(iter(data.train_dataloader()))
+    assert batch["input_ids"].shape == batch["targets"].shape == (data.batch_size, data.sequence_length)
 
 
 def test_the_datamodule() -> None:

@@ -432,7 +432,7 @@ def test_faults_can_sit_in_the_source() -> None:
         assert ((batch["input_ids"][:, 0] == 99) == (batch["source"] == 0)).all()
 
 
-def test_many_ranks_are_quick() -> None:
+def test_one_of_many_ranks_draws_its_own_part() -> None:
     loader = mixture({"a": 10_000, "b": 90_000}, batch_size=8, rank=777, world_size=1024)
     drawn = flat(take(loader, 3))
     assert drawn == [n for k in range(3) for n in BIG[k * 8192 + 777 * 8 : k * 8192 + 778 * 8]]

@@ -232,7 +232,7 @@ def test_a_missing_journal_is_an_error_unless_a_failure_explains_it(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_steps_are_summed_up_quickly(tmp_path: Path) -> None:
+def test_a_hundred_thousand_steps_are_summed_up_in_a_small_report(tmp_path: Path) -> None:
     run = MadeRun(tmp_path, speed=9000)
     run.horizon = 100_000
     run.begin()
