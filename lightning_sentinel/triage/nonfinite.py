@@ -17,7 +17,7 @@ from ..record import StepRecord
 from ..state import lightning_private as _private
 from .origin import TRAINING_STEP, Origin, is_bad
 from .peers import Peers
-from .replay import ReplayResult, local, replay
+from .replay import ReplayResult, ReplayUnavailableError, local, replay
 from .window import MicroBatch, StepWindow, tensors
 
 NOT_REPRODUCED, REDUCTION, OPTIMIZER_STATE = "not_reproduced", "reduction", "optimizer_state"
@@ -90,6 +90,8 @@ class _Local:
     live_grad_module: str
     optimizer_state: str
     seconds: float
+    forwards: int
+    gradients: str  # names and sizes of the replayed gradients that can be reduced again, as one string
 
 
 def trace_nonfinite(
@@ -101,17 +103,28 @@ def trace_nonfinite(
     anomaly: bool = False,
     max_forwards: int | None = None,
 ) -> TraceReport:
-    """Replay the current step with the tracing armed. Every rank calls it alike and gets the same report."""
+    """Replay the current step with the tracing armed. Every rank calls it alike and gets the same report.
+
+    Raises:
+        ReplayUnavailableError: The step cannot be replayed on some rank; raised on every rank, with that rank's reason.
+    """
     context = context_of(trainer)
     window = context.window
     peers = Peers(trainer)
-    chosen = worst_micro_batches(window, context.scratch.get("live_losses") or [], max_forwards)
-    result = replay(trainer, module, optimizer, armed=True, anomaly=anomaly, keep_grads=True, micro_batches=chosen)
-    assert window is not None  # replay has refused otherwise
-    mine = _look(trainer, module, optimizer, window, record, result)
-    everyone = peers.gather(mine)
-    report = _combine(record.step if record else trainer.global_step, everyone, module, peers, result)
-    report.forwards = len(chosen)
+    gradients: dict[str, Tensor] = {}
+
+    def measure() -> _Local:
+        chosen = worst_micro_batches(window, context.scratch.get("live_losses") or [], max_forwards)
+        result = replay(trainer, module, optimizer, armed=True, anomaly=anomaly, keep_grads=True, micro_batches=chosen)
+        assert window is not None  # replay has refused otherwise
+        gradients.update(result.grads or {})
+        return _look(trainer, module, optimizer, window, record, result)
+
+    everyone, error = peers.measured(measure)
+    if error:
+        raise ReplayUnavailableError(error.removeprefix(f"{ReplayUnavailableError.__name__}: "))
+    report = _combine(record.step if record else trainer.global_step, everyone, module, peers, gradients)
+    report.forwards = max(x.forwards for x in everyone)
     report.by_rank = [_in_words(x) for x in everyone]
     report.seconds = max(x.seconds for x in everyone)
     context.write(trainer, "triage.nonfinite", **report.to_dict())
@@ -166,7 +179,13 @@ def _look(
         live_grad_module=_last_bad_gradient(module) if trainer.world_size == 1 else "",
         optimizer_state=_bad_optimizer_state(optimizer, module),
         seconds=result.seconds,
+        forwards=len(result.micro_batches),
+        gradients=" ".join(f"{n}:{g.numel()}" for n, g in _reducible(result.grads or {})),
     )
+
+
+def _reducible(gradients: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
+    return [(n, g) for n, g in sorted(gradients.items()) if not g.is_sparse]
 
 
 def first_bad_boundary(window: StepWindow) -> tuple[int, str] | None:
@@ -196,7 +215,7 @@ def _bad_optimizer_state(optimizer: Optimizer, module: LightningModule) -> str:
 
 
 def _combine(
-    step: int, everyone: list[_Local], module: LightningModule, peers: Peers, result: ReplayResult
+    step: int, everyone: list[_Local], module: LightningModule, peers: Peers, gradients: dict[str, Tensor]
 ) -> TraceReport:
     """One report from what all ranks found; a pure function of the gathered facts, but for the repeated reduction."""
     found = [(r, x) for r, x in enumerate(everyone) if x.origin is not None and x.origin.kind != "collective"]
@@ -204,7 +223,7 @@ def _combine(
         return _reproduced(step, found)
     bad_losses = tuple(r for r, x in enumerate(everyone) if x.live_loss_bad)
     boundaries = [(r, x.boundary) for r, x in enumerate(everyone) if x.boundary is not None]
-    if peers.size > 1 and not bad_losses and not boundaries and _reduces_badly(module, peers, everyone, result):
+    if peers.size > 1 and not bad_losses and not boundaries and _reduces_badly(module, peers, everyone, gradients):
         sentence = "Every rank's own gradient is finite; their reduction is not."
         return TraceReport(step, REDUCTION, name="all_reduce", phase="reduction", sentence=sentence)
     states = [(r, x.optimizer_state) for r, x in enumerate(everyone) if x.optimizer_state]
@@ -278,14 +297,16 @@ def _in_words(x: _Local) -> str:
     return f"In the {origin.phase.partition(',')[0]} of {where} a non-finite value {what} {origin.name}: {stats}."
 
 
-def _reduces_badly(module: LightningModule, peers: Peers, everyone: list[_Local], result: ReplayResult) -> bool:
+def _reduces_badly(module: LightningModule, peers: Peers, everyone: list[_Local], gradients: dict[str, Tensor]) -> bool:
     """Whether the mean over ranks of the replayed, finite gradients is not finite when it is taken again."""
     if any(hasattr(p, "_local_tensor") for p in module.parameters()):
         # Sharded: the replay has reduced already.
         return all(not x.finite for x in everyone)
-    if not all(x.finite for x in everyone) or not result.grads or not dist.is_initialized():
+    # The reduction needs the same gradients on every rank; a rank that has others would leave the rest waiting in it.
+    comparable = everyone[0].gradients and all(x.gradients == everyone[0].gradients for x in everyone)
+    if not all(x.finite for x in everyone) or not comparable or not dist.is_initialized():
         return False
-    flat = torch.cat([g.detach().reshape(-1) for _, g in sorted(result.grads.items()) if not g.is_sparse])
+    flat = torch.cat([g.detach().reshape(-1) for _, g in _reducible(gradients)])
     total = flat.clone()
     dist.all_reduce(total)
     return peers.any(is_bad(total))

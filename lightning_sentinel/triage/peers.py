@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from torch import Tensor
 
 T = TypeVar("T")
 
@@ -17,7 +16,6 @@ class Peers:
 
     def __init__(self, trainer: Trainer) -> None:
         self.rank, self.size = trainer.global_rank, trainer.world_size
-        self.device = trainer.strategy.root_device
         self._alone = self.size == 1 or not (dist.is_available() and dist.is_initialized())
 
     def gather(self, value: T) -> list[T]:
@@ -35,14 +33,18 @@ class Peers:
     def any(self, value: bool) -> bool:
         return any(self.gather(bool(value)))
 
-    def largest(self, value: float) -> float:
-        return max(self.gather(float(value)))
+    def measured(self, measure: Callable[[], T]) -> tuple[list[T], str]:
+        """What ``measure`` gives on every rank, in rank order; where it fails on any rank, nothing and why.
 
-    def stack(self, values: Tensor) -> Tensor:
-        """A tensor of equal shape from every rank, ``[world_size, ...]``, on the CPU."""
-        if self._alone:
-            return values.detach().cpu().unsqueeze(0)
-        mine = values.detach().to(self.device).contiguous()
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(everyone, mine)
-        return torch.stack(everyone).cpu()
+        A failure on one rank alone must not leave the others waiting in an exchange that it never reaches: it is
+        exchanged like a result. ``measure`` itself must not exchange anything.
+        """
+        mine: Any = None
+        error = ""
+        try:
+            mine = measure()
+        except Exception as failure:  # the user's data, state and code: they may fail in any way
+            error = f"{type(failure).__name__}: {failure}"
+        everyone = self.gather((mine, error))
+        errors = [f"rank {rank}: {e}" if self.size > 1 else e for rank, (_, e) in enumerate(everyone) if e]
+        return ([] if errors else [value for value, _ in everyone]), "; ".join(errors)[:500]

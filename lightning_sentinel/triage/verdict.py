@@ -1,17 +1,19 @@
 """The ladder of experiments: cheapest first, each journalled, until one of them convicts.
 
-Every rank climbs the same rungs: whatever is decided rests on gathered values. A cause is named only where a measurement
+Every rank climbs the same rungs: whatever is decided rests on gathered values, and an experiment that fails on one rank is
+not available on any. A cause is named only where a measurement
 leaves no other; otherwise the verdict is *undetermined*, with all that was measured.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -36,12 +38,13 @@ from .nonfinite import (
 from .origin import is_bad
 from .peers import Peers
 from .replay import ReplayResult, ReplayUnavailableError, block_paths, local, replay
-from .window import StepWindow, healthy_windows, tensors
+from .window import MicroBatch, StepWindow, healthy_windows, tensors
 
 if TYPE_CHECKING:
     from ..state.snapshot import Snapshot
 
 log = logging.getLogger("lightning_sentinel")
+T = TypeVar("T")
 
 DATA_FINDINGS = frozenset(
     {
@@ -109,9 +112,13 @@ class Investigation:
         self.max_forwards, self.max_seconds = max_forwards, max_seconds
         self.started, self.forwards = time.perf_counter(), 0
         self.experiments: list[Experiment] = []
-        now = [f for f in incident.findings if f.step == record.step]
-        self.findings: list[Finding] = now or list(incident.findings)
+        self.snapshots = self._common_snapshots()
+        known = self._common_findings(incident.findings)
+        self.findings: list[Finding] = [f for f in known if f.step == record.step] or known
         self.kinds = {f.kind for f in self.findings}
+        self.collapse = min(
+            (f.since_step for f in known if f.kind is FindingKind.SCALE_COLLAPSE), default=None
+        )  # first overflow of the run of overflows that has brought the loss scale down
         self.since = min([f.since_step for f in self.findings] or [incident.since_step], default=record.step)
         self.since = min(self.since, record.step)
         self.watched = block_paths(module)
@@ -122,6 +129,32 @@ class Investigation:
         self.base = np.array([level for level, _ in levels])
         self.noise = np.array([spread for _, spread in levels])
         self.jump = record.column("loss_nats") - self.base
+
+    def _common_findings(self, mine: Sequence[Finding]) -> list[Finding]:
+        """The findings of all ranks, each once, in rank order; one that only some ranks have names them."""
+        if self.peers.size == 1:
+            return list(mine)
+        found: dict[str, tuple[Finding, list[int]]] = {}
+        for rank, findings in enumerate(self.peers.gather(list(mine))):
+            for finding in findings:
+                key = json.dumps(finding.to_dict(), sort_keys=True, default=str)
+                holders = found.setdefault(key, (finding, []))[1]
+                if rank not in holders:
+                    holders.append(rank)
+        return [
+            f if f.ranks or len(holders) == self.peers.size else dataclasses.replace(f, ranks=tuple(holders))
+            for f, holders in found.values()
+        ]
+
+    def _common_snapshots(self) -> list[Snapshot]:
+        """Snapshots with weights that every rank has and that are not newer than the record, oldest first."""
+        own = {
+            (s.step, s.attempt, s.known_good, s.mid_accumulation): s
+            for s in self.context.snapshots
+            if s.params is not None and s.step <= self.record.step
+        }
+        common = set.intersection(*map(set, self.peers.gather(list(own))))
+        return [own[key] for key in sorted(common)]
 
     def _losses_by_rank(self) -> list[list[float]]:
         """Each rank's accepted losses before the incident, oldest first."""
@@ -144,7 +177,7 @@ class Investigation:
         ]
         verdict = None
         for rung in rungs:
-            verdict = rung()
+            verdict = next((v for v in self.peers.gather(rung()) if v is not None), None)
             if verdict is not None:
                 break
         if verdict is None:
@@ -184,8 +217,9 @@ class Investigation:
 
     def affords(self, forwards: int, name: str) -> bool:
         """Whether the budget covers so many more forward passes; all ranks decide alike."""
-        seconds = self.peers.largest(time.perf_counter() - self.started)
-        fits = self.forwards + forwards <= self.max_forwards and seconds < self.max_seconds
+        mine = (self.forwards, -self.max_forwards, time.perf_counter() - self.started, -self.max_seconds)
+        spent, least, seconds, shortest = (max(column) for column in zip(*self.peers.gather(mine), strict=True))
+        fits = bool(spent + forwards <= -least and seconds < -shortest)
         if not fits:
             self.note(
                 name,
@@ -196,6 +230,31 @@ class Investigation:
                 max_seconds=self.max_seconds,
             )
         return fits
+
+    def measured(self, name: str, measure: Callable[[], T]) -> list[T] | None:
+        """What ``measure`` gives on each rank; None on every rank, and put down, where it fails on any."""
+        values, error = self.peers.measured(measure)
+        if error:
+            self.note(name, "not available", reason=error)
+            return None
+        return values
+
+    def on(self, ranks: Sequence[int]) -> str:
+        """`` on rank 1`` for a sentence; nothing where it holds for all ranks."""
+        if not ranks or len(ranks) == self.peers.size:
+            return ""
+        return f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+    def said(self, found: Sequence[Finding]) -> str:
+        """The findings' own sentences, each once, with the ranks where only some have it."""
+        said: dict[str, list[int]] = {}
+        for f in found:
+            said.setdefault(f.message, []).extend(f.ranks)
+        sentences = []
+        for message, ranks in said.items():
+            where = self.on(sorted(set(ranks)))
+            sentences.append(message if where.strip() in message else f"{message} (Only{where}.)")
+        return " ".join(sentences[:4])
 
     # ------------------------------------------------------------------------------- 1: what is known without a look
 
@@ -212,7 +271,7 @@ class Investigation:
         self.note("inputs", "invalid", kinds=kinds, culprits=culprits[:32], since_step=since)
         if "cursor" in culprits:
             culprits, samples = ["cursor"], []
-        sentence = " ".join(f.message for f in found[:4])
+        sentence = self.said(found)
         return self.verdict(VerdictKind.DATA, culprits, sentence, since=since, samples=samples, kinds=kinds)
 
     def restart(self) -> Verdict | None:
@@ -231,7 +290,7 @@ class Investigation:
             kind = VerdictKind.OPTIMIZATION
         else:
             kind = VerdictKind.UNDETERMINED
-        sentence = " ".join(f.message for f in found[:4])
+        sentence = self.said(found)
         since = min(f.since_step for f in found)
         return self.verdict(kind, culprits, sentence, since=since, restart_aligned=True)
 
@@ -256,70 +315,85 @@ class Investigation:
     # -------------------------------------------------------------------------------------- 2: the plan and the state
 
     def learning_rate(self) -> Verdict | None:
-        found = ex.rate_off_plan(self.context.rates, self.since, self.record.step)
-        if found is None:
-            self.note(
-                "learning rate", "as planned" if self.context.rates else "not recorded", steps=len(self.context.rates)
-            )
+        """The rates of the last steps against the schedule."""
+        rates = list(self.context.rates)
+        everyone = self.measured(
+            "learning rate", lambda: (len(rates), ex.rate_off_plan(rates, self.since, self.record.step))
+        )
+        if everyone is None:
             return None
+        guilty = [(rank, found) for rank, (_, found) in enumerate(everyone) if found is not None]
+        if not guilty:
+            known = all(steps for steps, _ in everyone)
+            self.note("learning rate", "as planned" if known else "not recorded", steps=everyone[0][0])
+            return None
+        first = guilty[0][1]
+        since, ranks = min(f.since_step for _, f in guilty), [rank for rank, _ in guilty]
         detail: dict[str, Any] = {
-            "since_step": found.since_step,
-            "last_step": found.last_step,
-            "planned": list(found.planned),
-            "actual": list(found.actual),
-            "factor": found.factor,
+            "since_step": since,
+            "last_step": first.last_step,
+            "planned": list(first.planned),
+            "actual": list(first.actual),
+            "factor": first.factor,
+            "ranks": ranks,
         }
         self.note("learning rate", "off plan", **detail)
         sentence = (
-            f"From step {found.since_step} to {found.last_step} the learning rate was up to {found.factor:.4g} times the"
-            f" planned one ({_first(found.actual):.4g} beside {_first(found.planned):.4g})."
+            f"From step {since} to {first.last_step} the learning rate{self.on(ranks)} was up to {first.factor:.4g} times"
+            f" the planned one ({_first(first.actual):.4g} beside {_first(first.planned):.4g})."
         )
-        return self.verdict(VerdictKind.OPTIMIZATION, ["optimizer:lr"], sentence, since=found.since_step, **detail)
+        return self.verdict(VerdictKind.OPTIMIZATION, ["optimizer:lr"], sentence, since=since, **detail)
 
     def _points(self) -> list[ex.StatePoint]:
+        index = self.trainer.optimizers.index(self.optimizer)
+        return ex.state_points(self.snapshots, self.optimizer, index, self.module, self.record.step)
+
+    def _compared_with(self) -> list[int]:
+        """Steps of the snapshots with which this optimizer's state can be compared."""
         if self.optimizer not in self.trainer.optimizers:
             return []
-        index = self.trainer.optimizers.index(self.optimizer)
-        return ex.state_points(self.context.snapshots, self.optimizer, index, self.module, self.record.step)
+        return [s.step for s in self.snapshots if not s.mid_accumulation]
 
     def moments(self) -> Verdict | None:
         """Optimizer moments against those of the snapshot before, by what updates can have made of them."""
-        points = self._points()
-        if len(points) < 2:
-            self.note("optimizer moments", "not compared: no snapshot from before", snapshots=len(points))
+        if not self._compared_with():
+            self.note("optimizer moments", "not compared: no snapshot from before")
             return None
-        found = ex.impossible_moments(points, self.optimizer, list(self.context.history))
-        return self._convict_state("optimizer moments", found, points)
+        history = list(self.context.history)
+        return self._convict_state(
+            "optimizer moments", lambda: ex.impossible_moments(self._points(), self.optimizer, history)
+        )
 
     def weights(self) -> Verdict | None:
         """Weights against those of the snapshot before, by how far updates can have moved them."""
-        points = self._points()
-        if len(points) < 2:
+        if not self._compared_with():
             return None
-        found = ex.impossible_weights(points, self.optimizer, self.module, self.context.rates)
-        return self._convict_state("weights", found, points)
+        rates = list(self.context.rates)
+        return self._convict_state(
+            "weights", lambda: ex.impossible_weights(self._points(), self.optimizer, self.module, rates)
+        )
 
-    def _convict_state(
-        self, name: str, found: ex.StateViolation | None, points: Sequence[ex.StatePoint]
-    ) -> Verdict | None:
-        """The same verdict on every rank, from the first rank that found something; ``found`` is this rank's."""
-        everyone = self.peers.gather(found)
+    def _convict_state(self, name: str, compare: Callable[[], ex.StateViolation | None]) -> Verdict | None:
+        """The same verdict on every rank, from the first rank that found something; ``compare`` looks at this rank."""
+        everyone = self.measured(name, compare)
+        if everyone is None:
+            return None
         guilty = [(rank, f) for rank, f in enumerate(everyone) if f is not None]
         if not guilty:
-            self.note(name, "within what the updates allow", compared_with=[p.step for p in points[:-1]])
+            self.note(name, "within what the updates allow", compared_with=self._compared_with())
             return None
         rank, violation = guilty[0]
-        since = min(f.since_step for _, f in guilty)
+        since, ranks = min(f.since_step for _, f in guilty), [r for r, _ in guilty]
         detail: dict[str, Any] = {
             "since_step": since,
             "elements": violation.elements,
             "numel": violation.numel,
-            "ranks": [r for r, _ in guilty],
+            "ranks": ranks,
         }
         self.note(name, "impossible", name=violation.name, bound=violation.detail, **detail)
         sentence = (
-            f"{violation.elements} elements of {violation.name} are out of bounds since the snapshot of step {since}:"
-            f" {violation.detail}."
+            f"{violation.elements} elements of {violation.name}{self.on(ranks)} are out of bounds since the snapshot of"
+            f" step {since}: {violation.detail}."
         )
         if name == "optimizer moments":
             return self.verdict(
@@ -333,14 +407,14 @@ class Investigation:
     def nonfinite(self) -> Verdict | None:
         """Replay with the tracing armed."""
         window = self.context.window
-        count = len(window.micro_batches) if window is not None else 0
-        if window is None or not count or not self.affords(1, "armed replay"):
-            return self.verdict(VerdictKind.UNDETERMINED, (), "The step could not be replayed.")
+        captured = self.peers.gather(window is not None and bool(window.micro_batches))
+        if window is None or not all(captured) or not self.affords(1, "armed replay"):
+            return self._not_replayed("The step could not be replayed.")
         try:
             trace = self._traced(self.max_forwards - self.forwards)
         except ReplayUnavailableError as error:
             self.note("armed replay", "not available", reason=str(error))
-            return self.verdict(VerdictKind.UNDETERMINED, (), f"The step could not be replayed: {error}")
+            return self._not_replayed(f"The step could not be replayed: {error}")
         self.trace = trace
         self.forwards += trace.forwards
         result = "reproduced" if trace.reproduced else "finite on replay"
@@ -405,7 +479,34 @@ class Investigation:
             case _:
                 return self._not_reproduced(trace, samples)
 
+    def _not_replayed(self, sentence: str) -> Verdict:
+        since = self.since if self.collapse is None else min(self.since, self.collapse)
+        samples = [] if self.collapse is None else self._samples_since(since)
+        return self.verdict(VerdictKind.UNDETERMINED, (), sentence, since=since, samples=samples)
+
+    def _collapse_not_reproduced(self, trace: TraceReport, since: int) -> Verdict:
+        """Overflows that a replay of the last one does not show: many steps in a row are no fault of a rank's hardware."""
+        since = min(since, self.since)
+        module = [f"module:{trace.module}"] if trace.module else []
+        return self.verdict(
+            VerdictKind.NUMERICS if module else VerdictKind.UNDETERMINED,
+            module,
+            f"{trace.sentence} The gradients have overflowed in every step since step {since}, so it is no single event.",
+            since=since,
+            reproducible=False,
+            samples=self._samples_since(since),
+            phase=trace.phase,
+        )
+
+    def _samples_since(self, since: int) -> list[str]:
+        """Ids of all ranks' samples in the non-finite steps from ``since`` on, this one included."""
+        records = [r for r in self.context.history if r.has_nonfinite and since <= r.step < self.record.step]
+        mine = [i for r in [*records, self.record] for i in r.sample_ids]
+        return [i for ids in self.peers.gather(mine) for i in ids]
+
     def _not_reproduced(self, trace: TraceReport, samples: Sequence[str]) -> Verdict:
+        if self.collapse is not None:
+            return self._collapse_not_reproduced(trace, self.collapse)
         reasons = self._why_inexact()
         if reasons:
             self.note("replay fidelity", "the replay may differ from the step", reasons=reasons)
@@ -449,9 +550,8 @@ class Investigation:
             if trace.samples and self.peers.rank == trace.rank:
                 mine += trace.samples
             elif micro is not None:
-                mine += ids_of(micro)
-        everyone = self.peers.gather(mine)
-        samples = [i for ids in everyone for i in ids]
+                mine += _ids_of(micro)
+        samples = [i for ids in self.peers.gather(mine) for i in ids]
         if trace.samples and since == self.record.step:
             samples = [*trace.samples]
         return since, samples
@@ -482,9 +582,10 @@ class Investigation:
 
     def _newest_finite(self, kind: str, name: str) -> int | None:
         """Step of the newest snapshot, on all ranks, in which this tensor is finite."""
-        for snapshot in sorted(self._full_snapshots(), key=lambda s: -s.step):
-            value = (snapshot.params or {}).get(name) if kind == "parameter" else snapshot.buffers.get(name)
-            if not self.peers.any(value is None or is_bad(local(value))):
+        for snapshot in reversed(self.snapshots):
+            tensors_by_name = (snapshot.params or {}) if kind == "parameter" else snapshot.buffers
+            bad, error = self.peers.measured(lambda held=tensors_by_name: is_bad(local(held[name])))  # type: ignore[misc]
+            if not error and not any(bad):
                 self.note("snapshots", f"{name} is finite", step=snapshot.step)
                 return snapshot.step
         return None
@@ -498,8 +599,10 @@ class Investigation:
         if any(hasattr(p, "_local_tensor") for p in self.module.parameters()):
             self.note("replicas", "not compared: the parameters are sharded")
             return []
-        self.parameter_names, table = ex.fingerprints(self.module.named_parameters(), self.peers.device)
-        tables = self.peers.stack(table)
+        compared = self._fingerprints("replicas", lambda: self.module.named_parameters())
+        if compared is None:
+            return []
+        self.parameter_names, tables = compared
         parted, rows = ex.parted_ranks(tables)
         if not parted:
             self.note("replicas", "equal to the bit", tensors=len(self.parameter_names))
@@ -508,6 +611,23 @@ class Investigation:
         self.note("replicas", "differ", ranks=parted, parameters=differing[:8], tensors=len(differing))
         self.parted_parameters = differing
         return parted
+
+    def _fingerprints(
+        self, name: str, named: Callable[[], Iterable[tuple[str, Tensor]]]
+    ) -> tuple[list[str], Tensor] | None:
+        """Names and every rank's fingerprints of these tensors, ``[world_size, n, 2]``; None where a rank has others."""
+
+        def measure() -> tuple[list[str], Any]:
+            names, table = ex.fingerprints(named(), self.trainer.strategy.root_device)
+            return names, table.cpu().numpy()
+
+        everyone = self.measured(name, measure)
+        if everyone is None:
+            return None
+        if any(names != everyone[0][0] for names, _ in everyone):
+            self.note(name, "not available", reason="the ranks hold tensors of different names")
+            return None
+        return everyone[0][0], torch.stack([torch.from_numpy(table) for _, table in everyone])
 
     def replicas(self) -> Verdict | None:
         """Weights of the ranks against each other; the rank that is alone in its weights is convicted."""
@@ -532,13 +652,14 @@ class Investigation:
 
     def _who_left(self) -> list[int]:
         """Without a majority: the rank that is farther from the common snapshot than the others, or whose loss is."""
-        base = next((s for s in reversed(self._full_snapshots())), None)
+        base = self.snapshots[-1].params if self.snapshots else None
         differing = set(self.parted_parameters)
-        mine = math.nan
-        if base is not None and base.params is not None:
+
+        def measure() -> float:
             named = ((n, p) for n, p in self.module.named_parameters() if n in differing)
-            mine = ex.distance(named, base.params)
-        far = np.array(self.peers.gather(mine))
+            return math.nan if base is None else ex.distance(named, base)
+
+        far = np.array(self.measured("distance from the snapshot", measure) or [math.nan])
         if np.isfinite(far).all():
             others = float(np.min(far))
             guilty = [r for r, d in enumerate(far) if d > 3.0 * others + 1e-12]
@@ -550,40 +671,49 @@ class Investigation:
 
     def _newest_equal_snapshot(self) -> int:
         """Step of the newest snapshot in which the ranks' parameters are equal; else the incident's first step."""
-        for snapshot in reversed(self._full_snapshots()):
-            _, table = ex.fingerprints(sorted((snapshot.params or {}).items()), self.peers.device)
-            if not ex.parted_ranks(self.peers.stack(table))[0]:
+        for snapshot in reversed(self.snapshots):
+            params = sorted((snapshot.params or {}).items())
+            compared = self._fingerprints("snapshots", lambda params=params: params)  # type: ignore[misc]
+            if compared is not None and not ex.parted_ranks(compared[1])[0]:
                 self.note("snapshots", "replicas are equal", step=snapshot.step)
                 return snapshot.step
         return self.since
-
-    def _full_snapshots(self) -> list[Snapshot]:
-        """Snapshots with weights that are not newer than the current step, oldest first."""
-        full = [s for s in self.context.snapshots if s.params is not None and s.step <= self.record.step]
-        return sorted(full, key=lambda s: s.step)
 
     # ---------------------------------------------------------------------------------------------------- 5: replays
 
     def _replay(self, name: str, window: StepWindow | None = None, **options: Any) -> ReplayResult | None:
         """One replay within the budget's count; None on every rank if any rank could not."""
-        error, result = "", None
-        chosen = options.pop("micro_batches", None)
+        given = options.pop("micro_batches", None)
         current = self.context.window if window is None else window
-        if chosen is None and current is not None:
+
+        def choose() -> list[int]:
+            if given is not None or current is None:
+                return list(given or ())
             live = current.losses or self.context.scratch.get("live_losses") or []
-            chosen = worst_micro_batches(current, live, max(1, self.max_forwards - self.forwards))
-        self.forwards += len(chosen or ())
-        try:
-            result = replay(
-                self.trainer, self.module, self.optimizer, window, micro_batches=chosen, watch=self.watched, **options
-            )
-        except Exception as failure:  # the user's code under other circumstances: it may refuse in any way
-            error = f"{type(failure).__name__}: {failure}"
-        errors = [e for e in self.peers.gather(error) if e]
-        if errors:
-            self.note(name, "not available", reason=errors[0][:500])
+            return worst_micro_batches(current, live, max(1, self.max_forwards - self.forwards))
+
+        choices = self.measured(name, choose)
+        if choices is None:
             return None
-        return result
+        # As many forwards on each rank: the forward of a sharded module is an exchange, too.
+        chosen = choices[self.peers.rank][: min(map(len, choices))]
+        self.forwards += len(chosen)
+        results: list[ReplayResult] = []
+
+        def run() -> None:
+            results.append(
+                replay(
+                    self.trainer,
+                    self.module,
+                    self.optimizer,
+                    window,
+                    micro_batches=chosen,
+                    watch=self.watched,
+                    **options,
+                )
+            )
+
+        return results[0] if self.measured(name, run) is not None else None
 
     def replay_step(self) -> Verdict | None:
         """The same step again: equal to the bit, or not."""
@@ -667,16 +797,20 @@ class Investigation:
 
     def _samples_of(self, source: str) -> list[str]:
         """Ids of this source's samples since the incident's first step, on all ranks."""
-        mine: list[str] = []
         window, sources = self.context.window, list(self.record.sources)
-        for micro in window.micro_batches if window is not None else ():
-            if isinstance(micro.batch, dict) and isinstance(micro.batch.get("source"), Tensor):
-                rows = (micro.batch["source"] == sources.index(source)).nonzero().flatten().tolist()
-                mine += ids_of(micro, tuple(rows)) if rows else ()
-        for r in self.context.history:
-            if r.step >= self.since:
-                mine += [i for i in r.sample_ids if i.startswith((f"{source}/", f"{source}:"))]
-        return list(dict.fromkeys(i for ids in self.peers.gather(mine) for i in ids))
+
+        def measure() -> list[str]:
+            mine: list[str] = []
+            for micro in window.micro_batches if window is not None else ():
+                if isinstance(micro.batch, dict) and isinstance(micro.batch.get("source"), Tensor):
+                    rows = (micro.batch["source"] == sources.index(source)).nonzero().flatten().tolist()
+                    mine += ids_of(micro, tuple(rows)) if rows else ()
+            for r in self.context.history:
+                if r.step >= self.since:
+                    mine += [i for i in r.sample_ids if i.startswith((f"{source}/", f"{source}:"))]
+            return mine
+
+        return list(dict.fromkeys(i for ids in self.measured("samples", measure) or [] for i in ids))
 
     def other_state(self) -> Verdict | None:
         """Other data on this state, this data on another state."""
@@ -727,7 +861,7 @@ class Investigation:
 
     def _baseline_snapshot(self) -> Snapshot | None:
         """The newest snapshot from before the incident, one that is known good if there is one."""
-        before = [s for s in self._full_snapshots() if s.step <= self.since]
+        before = [s for s in self.snapshots if s.step <= self.since]
         good = [s for s in before if s.known_good]
         return (good or before)[-1] if before else None
 
@@ -774,8 +908,8 @@ class Investigation:
 
     def _data(self, suspects: Sequence[int], height: float, contrast: float | None) -> Verdict:
         """The data is hard on every state: the samples that carry the loss."""
-        mine = self._loud_samples() if self.peers.rank in suspects else []
-        samples = [i for ids in self.peers.gather(mine) for i in ids]
+        loud = self.measured("samples", lambda: self._loud_samples() if self.peers.rank in suspects else [])
+        samples = [i for ids in loud or [] for i in ids]
         whose = " of rank " + ", ".join(map(str, suspects)) if self.peers.size > 1 else ""
         others = "" if contrast is None else f", and by {contrast:.4f} nats on the weights of an older snapshot"
         sentence = (
@@ -825,7 +959,10 @@ class Investigation:
             known = [[round(x, 6) for x in s.tolist()] for s in main.sample_losses if s is not None]
             mine["token_level_losses"] = known or "not known: training_step sets no module.sample_loss_nats"
             mine["activation_norms"] = main.activation_rms or "not known: the module has no blocks to watch"
-        mine["input_manifest"] = self._manifest()
+        try:
+            mine["input_manifest"] = self._manifest()
+        except Exception as failure:  # the user's batch: it may hold anything
+            mine["input_manifest"] = f"not available: {type(failure).__name__}: {failure}"
         mine["replayed_grad_norm"] = replayed
         shown = self.peers.gather(mine)[worst]
         return {
@@ -861,6 +998,15 @@ class Investigation:
             }
             for micro in window.micro_batches[:8]
         ]
+
+
+def _ids_of(micro: MicroBatch) -> tuple[str, ...]:
+    """Ids of a micro-batch for a list that is exchanged right after: none where they cannot be made from its content."""
+    try:
+        return ids_of(micro)
+    except Exception as failure:  # the user's batch: it may hold anything
+        log.warning("the samples of a micro-batch have no ids: %s: %s", type(failure).__name__, failure)
+        return ()
 
 
 def _described(tensor: Tensor) -> dict[str, Any]:

@@ -102,6 +102,7 @@ class StepCapture:
         self._module: weakref.ref[LightningModule] | None = None
         self._generators: dict[tuple[str, str], torch.Generator] = {}
         self._free: list[dict[str, Tensor]] = []  # buffer memory of retired windows
+        self._attempt = context_of(trainer).attempt
         self._told = False  # somebody calls mark_healthy, so the default judgement is not needed
         self.kept: deque[StepWindow] = deque(maxlen=KEPT_WINDOWS)
         self._undo: Callable[[], None] = _private.intercept_batch_start(trainer, self._on_batch)
@@ -112,6 +113,16 @@ class StepCapture:
     def mark_healthy(self, trainer: Trainer) -> None:
         self._told = True
         self._accept(context_of(trainer))
+
+    def forget_after(self, context: RunContext, step: int) -> None:
+        """Let go of the windows of ``step`` and later: they belong to an abandoned path."""
+        if context.healthy_window is not None and context.healthy_window.step >= step:
+            context.healthy_window = None
+        if context.window is not None and context.window.step >= step:
+            context.window = None
+        kept = [w for w in self.kept if w.step < step]
+        self.kept.clear()
+        self.kept.extend(kept)
 
     def _accept(self, context: RunContext) -> None:
         window = context.window
@@ -152,6 +163,9 @@ class StepCapture:
         if trainer is None:
             return
         context, module = context_of(trainer), trainer.lightning_module
+        if context.attempt != self._attempt:  # a rollback: steps from here on are new, whatever was kept of them
+            self._attempt = context.attempt
+            self.forget_after(context, trainer.global_step)
         window = context.window
         same_module = self._module is not None and self._module() is module
         if (
@@ -245,6 +259,16 @@ def mark_healthy(trainer: Trainer) -> None:
     capture = _CAPTURES.get(trainer)
     if capture is not None:
         capture.mark_healthy(trainer)
+
+
+def forget_after(trainer: Trainer, step: int) -> None:
+    """Let go of what was captured of ``step`` and later, because a rollback has abandoned it.
+
+    A rise of ``context.attempt`` has the same effect at the next batch, with the step that the run has gone back to.
+    """
+    capture = _CAPTURES.get(trainer)
+    if capture is not None:
+        capture.forget_after(context_of(trainer), step)
 
 
 def healthy_windows(trainer: Trainer, before_step: int | None = None) -> list[StepWindow]:

@@ -35,6 +35,9 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[st
         ("healthy", "undetermined", [], 5, None),
         ("transient", "infrastructure", ["module:blocks.2.mixer", "rank:1"], 6, False),
         ("masked_rank", "numerics", ["module:training_step"], 7, True),
+        ("finding_of_one_rank", "data", ["sample:odd"], 8, None),
+        ("failing_replay", "undetermined", [], 9, None),
+        ("rate_spike", "optimization", ["optimizer:lr"], 16, None),
         ("bad_rank", "infrastructure", ["rank:1"], 4, None),
     ],
 )
@@ -46,7 +49,25 @@ def test_every_rank_gets_the_same_verdict(
     assert (first["kind"], first["culprits"], first["since_step"]) == (kind, culprits, since)
     assert first["reproducible"] is reproducible
     results = {e["name"]: e["result"] for e in first["experiments"]}
-    assert results["replicas"] == ("differ" if fault == "bad_rank" else "equal to the bit")
+    if fault not in ("finding_of_one_rank", "rate_spike"):
+        assert results["replicas"] == ("differ" if fault == "bad_rank" else "equal to the bit")
     if fault == "masked_rank":
         assert first["evidence"]["ranks"] == [1]
         assert first["evidence"]["operator"] == "aten.div.Tensor"
+
+
+def test_what_only_one_rank_has_is_said_to_be_its_own(verdicts: Any) -> None:
+    [found] = {v["sentence"] for v in verdicts["finding_of_one_rank"]}
+    assert found == "An odd one. (Only on rank 1.)"
+    [rate] = {v["sentence"] for v in verdicts["rate_spike"]}
+    assert rate == (
+        "From step 16 to 16 the learning rate on rank 1 was up to 50 times the planned one (0.05 beside 0.001)."
+    )
+    assert [v["evidence"]["ranks"] for v in verdicts["rate_spike"]] == [[1], [1]]
+
+
+def test_an_experiment_that_fails_on_one_rank_is_available_on_none(verdicts: Any) -> None:
+    for verdict in verdicts["failing_replay"]:
+        assert verdict["sentence"] == "The step could not be replayed: rank 1: RuntimeError: no second time"
+        [replayed] = [e for e in verdict["experiments"] if e["name"] == "armed replay"]
+        assert replayed["result"] == "not available"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from lightning_sentinel.context import context_of
 from lightning_sentinel.triage import window as window_module
 from lightning_sentinel.triage.replay import ReplayUnavailableError, block_paths, replay
 from lightning_sentinel.triage.sandbox import is_replaying
-from lightning_sentinel.triage.window import healthy_windows, release_capture, restore_buffers
+from lightning_sentinel.triage.window import forget_after, healthy_windows, release_capture, restore_buffers
 
 WAYS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -173,18 +172,37 @@ def test_buffers_go_back_to_the_windows_start() -> None:
     assert gate.results == [True] * 3
 
 
-def test_capture_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds: list[float] = []
-    inner = window_module.StepCapture._on_batch
+class GoesBack(Gate):
+    """Goes back from step 6 to step 3 as a rollback does: another attempt, an earlier step, the path's facts forgotten."""
 
-    def timed(self: Any, batch: Any, batch_idx: int) -> None:
-        started = time.perf_counter()
-        inner(self, batch, batch_idx)
-        seconds.append(time.perf_counter() - started)
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        context = context_of(trainer)
+        if batch_idx == 5:
+            progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
+            progress.total.completed = 3
+            context.attempt += 1
+            context.forget_after(3)
+            self.kept = [w.step for w in healthy_windows(trainer)]
+        if batch_idx == 6:
+            self.left = [(w.step, w.attempt) for w in healthy_windows(trainer)]
 
-    monkeypatch.setattr(window_module.StepCapture, "_on_batch", timed)
-    fit(Net(), [Gate()], steps=40)
-    assert sorted(seconds)[4] < 0.4e-3  # what it costs, not what else the machine does
+
+def test_windows_of_an_abandoned_path_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window_module, "KEPT_EVERY", 1)
+    gate = GoesBack()
+    fit(Net(), [gate], steps=6)
+    assert gate.kept == [4, 3, 2, 1, 0]
+    assert gate.left == [(2, 0), (1, 0), (0, 0)]
+
+
+def test_windows_can_be_let_go_from_a_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window_module, "KEPT_EVERY", 1)
+    trainer = fit(Net(), [Gate()], steps=6)
+    assert [w.step for w in healthy_windows(trainer)] == [4, 3, 2, 1, 0]
+    forget_after(trainer, 2)
+    assert [w.step for w in healthy_windows(trainer)] == [1, 0]
+    assert context_of(trainer).window is None
+    assert context_of(trainer).healthy_window is None
 
 
 def test_boundaries_are_the_blocks_and_their_children() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 import torch
 from triage_models import Net, fingerprint, fit
 
-from lightning_sentinel import NonFiniteTracer, RankTelemetry
+from lightning_sentinel import IncidentResponse, LossScaleMonitor, NonFiniteTracer, RankTelemetry
 from lightning_sentinel.context import context_of
 from lightning_sentinel.incidents import Finding, FindingKind, Incident, Verdict, VerdictKind
 from lightning_sentinel.state.snapshot import take
 from lightning_sentinel.triage import investigate
+from lightning_sentinel.triage.sandbox import is_replaying
 
 STEP = 32
 Hurt = Callable[[L.Trainer, Any, Any], None]
@@ -203,6 +205,39 @@ def test_a_transient_value_is_infrastructure_with_module_and_rank() -> None:
     assert verdict.kind is VerdictKind.INFRASTRUCTURE
     assert verdict.culprits == ("module:blocks.2.mixer", "rank:0")
     assert (verdict.reproducible, verdict.since_step) == (False, 5)
+
+
+@pytest.mark.parametrize(
+    ("where", "kind", "culprits"),
+    [
+        ("module", VerdictKind.NUMERICS, ("module:blocks.2.mixer.wide",)),
+        ("module itself", VerdictKind.UNDETERMINED, ()),
+    ],
+)
+def test_a_scale_collapse_that_does_not_come_again_is_no_ranks_fault(where: str, kind: Any, culprits: Any) -> None:
+    class Overflows(Smooth):
+        """From step 2 on a gradient overflows in every step, and in no replay."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.bare = torch.nn.Parameter(torch.ones(1))
+            target = self.blocks[2].mixer.wide.weight if where == "module" else self.bare
+            target.register_hook(lambda g: g * math.inf if self.broken() else g)
+
+        def broken(self) -> bool:
+            return self.trainer.global_step >= 2 and not is_replaying(self.trainer)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) * self.bare.sum()
+
+    callbacks = [NonFiniteTracer(), LossScaleMonitor(), RankTelemetry(), IncidentResponse()]
+    trainer = fit(Overflows(), callbacks, fp16=True, steps=8)
+    incident = context_of(trainer).incidents[0]
+    assert (incident.opened_step, incident.kinds) == (7, {FindingKind.SCALE_COLLAPSE})
+    verdict = incident.verdict
+    assert (verdict.kind, verdict.culprits) == (kind, culprits)
+    assert (verdict.since_step, verdict.reproducible) == (2, False)
+    assert verdict.sample_ids == tuple(f"s{i}" for i in range(8, 32))
 
 
 def test_a_batch_that_is_not_finite_is_data() -> None:

@@ -22,9 +22,20 @@ from lightning_sentinel.context import context_of
 from lightning_sentinel.incidents import Finding, FindingKind, Incident
 from lightning_sentinel.state.snapshot import take
 from lightning_sentinel.triage import investigate
+from lightning_sentinel.triage.sandbox import is_replaying
 from lightning_sentinel.triage.window import restore_buffers
 
-SNAPSHOT, FAULTS = 4, {5: "healthy", 6: "transient", 7: "masked_rank", 8: "bad_rank"}
+SNAPSHOT = 4
+FAULTS = {  # at which step which one
+    5: "healthy",
+    6: "transient",
+    7: "masked_rank",
+    8: "finding_of_one_rank",
+    9: "failing_replay",
+    10: "bad_rank",
+    16: "rate_spike",  # without a scheduler the plan is what the rate has been
+}
+NONFINITE = ("transient", "masked_rank", "failing_replay")
 
 
 class Fault(L.Callback):
@@ -46,15 +57,27 @@ class Fault(L.Callback):
                 return output / torch.zeros_like(output)
 
             pl_module.blocks[2].mixer.register_forward_hook(hook)
-        if name == "masked_rank":
+        if name in NONFINITE[1:]:
             batch["x"] = batch["x"].clone()
             batch["x"][:, -1] = 1.0
+        if name == "failing_replay":
+            pl_module.refuses = True
+        if name == "rate_spike":
+            trainer.optimizers[0].param_groups[0]["lr"] *= 50.0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pl_module.refuses = False
+        trainer.optimizers[0].param_groups[0]["lr"] = 1e-3
 
 
 class MaskedMean(Net):
-    """The mean over the samples that are not masked: 0/0 where all of a rank's are."""
+    """The mean over the samples that are not masked: 0/0 where all of a rank's are. A replay may be refused."""
+
+    refuses = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.refuses and is_replaying(self.trainer):
+            raise RuntimeError("no second time")
         weight = 1.0 - batch["x"][:, -1]
         h = self.stem(batch["x"])
         for block in self.blocks:
@@ -71,7 +94,13 @@ class Gavel(L.Callback):
         step, name = trainer.global_step, FAULTS[trainer.global_step]
         record = context.record
         kind = FindingKind.NONFINITE_LOSS if record.has_nonfinite else FindingKind.RANK_OUTLIER
-        incident = Incident(1, step, step, 0, 0, findings=[Finding(kind, "test", step, 1.0, 0.0, "seen", ranks=(1,))])
+        findings = [Finding(kind, "test", step, 1.0, 0.0, "seen", ranks=(1,))]
+        if name == "finding_of_one_rank" and trainer.global_rank == 1:
+            culprits = ("sample:odd",)
+            findings.append(
+                Finding(FindingKind.INVALID_BATCH, "test", step, 1.0, 0.0, "An odd one.", culprits=culprits)
+            )
+        incident = Incident(1, step, step, 0, 0, findings=findings)
         verdict = investigate(trainer, pl_module, optimizer, incident, record)
         Path(sys.argv[1], f"{name}-{trainer.global_rank}.json").write_text(json.dumps(verdict.to_dict()))
         context.held = True
