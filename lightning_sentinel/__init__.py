@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .callbacks.rollback import Rollback
     from .callbacks.run_journal import RunJournal
     from .callbacks.spike_detector import SpikeDetector
+    from .infra import infra_event
 
 # Where each public name lives. Loaded on first use, so that importing the package costs next to nothing.
 _PUBLIC = {
@@ -36,6 +37,7 @@ _PUBLIC = {
     "RunJournal": "callbacks.run_journal",
     "SpikeDetector": "callbacks.spike_detector",
     "default_callbacks": "callbacks.defaults",
+    "infra_event": "infra",
 }
 
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
     "SpikeDetector",
     "__version__",
     "default_callbacks",
+    "infra_event",
 ]
 
 

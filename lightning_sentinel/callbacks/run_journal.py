@@ -23,6 +23,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from .._version import __version__
 from ..context import LogSink
+from ..infra import infra_event
 from ..journal import Journal, journal_files, parse_line, redact, to_json
 from .base import SentinelCallback
 
@@ -122,6 +123,7 @@ class RunJournal(SentinelCallback):
         self._failures = []
         self._rates, self._mixture = [], None
         self._ended = False
+        vars(trainer.strategy).pop("on_exception", None)  # left over where another callback failed on an exception
         self._reported_at = time.monotonic()
         self._reported_closed = self.status.closed
         context.journal, context.run_dir = self._journal, self.run_dir
@@ -159,6 +161,10 @@ class RunJournal(SentinelCallback):
             self.context(trainer).write(
                 trainer, "topology.changed", old_world_size=self._earlier[-1], world_size=trainer.world_size
             )
+
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if trainer.is_global_zero and restarts.isdecimal() and int(restarts) > 0:
+            infra_event(trainer, "restart", f"torchelastic has started the workers anew, restart number {restarts}")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._journal is not None and not self._ended and trainer.global_step > 0:
@@ -218,9 +224,21 @@ class RunJournal(SentinelCallback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         # No collective here: the other ranks may never arrive, and a timeout would hide the exception.
+        if self._journal is None or self._ended:
+            return
+        self._journal.flush()
         interrupted = isinstance(exception, KeyboardInterrupt)
         status = "interrupted" if interrupted else "stopped" if self.status.stopped else "failed"
-        self._end(trainer, status, exception)
+        # The callbacks after this one still have things to write: the exception itself, a last checkpoint. The strategy
+        # hears of the exception when all of them have.
+        strategy = trainer.strategy
+
+        def end(error: BaseException) -> None:
+            vars(strategy).pop("on_exception", None)
+            self._end(trainer, status, exception)
+            strategy.on_exception(error)
+
+        strategy.on_exception = end  # type: ignore[method-assign, assignment]
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._journal is not None:

@@ -379,7 +379,7 @@ def _run_marks(run: RunData, summary: Mapping[str, Any]) -> list[Mark]:
         sizes = f"{event.get('old_world_size')} to {event.get('world_size')} ranks"
         marks.append(Mark("run", "topology", _at(run, event), event["step"], sizes, f"{sizes} at step {event['step']}"))
     for event in run.of("infra."):
-        text = str(event.get("message", event.get("reason", event["event"])))
+        text = next((str(event[k]) for k in ("text", "message", "reason") if event.get(k)), event["event"])
         marks.append(Mark("run", "infra", _at(run, event), event["step"], "", f"{text} at step {event['step']}"))
     return marks
 

@@ -345,11 +345,25 @@ def journal_failures(run: RunData) -> list[str]:
         f"{e.get('lost_events', '?')} events of rank {e['rank']} were lost: {e.get('reason')}"
         for e in run.of("journal.gap")
     ]
-    failed = [
-        f"A checkpoint at step {e['step']} failed: {e.get('reason') or e.get('error')}"
-        for e in run.of("checkpoint.failed")
-    ]
-    return [*lost, *failed, *(str(p) for p in run.problems)]
+    return [*lost, *_checkpoint_failures(run), *(str(p) for p in run.problems)]
+
+
+def _checkpoint_failures(run: RunData) -> list[str]:
+    """One sentence for each kind of failure: a full disk fails every save from then on."""
+    kinds: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    for event in run.of("checkpoint.failed"):
+        reason = str(event.get("reason") or event.get("error"))
+        kind = (str(event.get("what")), reason.partition(" (")[0])  # without the path, which differs at each step
+        kinds.setdefault(kind, []).append((event["step"], reason))
+    sentences = []
+    for found in kinds.values():
+        steps = sorted({step for step, _ in found})
+        reason = found[0][1]
+        if len(steps) == 1:
+            sentences.append(f"A checkpoint at step {steps[0]} failed: {reason}")
+        else:
+            sentences.append(f"{len(steps)} checkpoints failed, steps {steps[0]} to {steps[-1]}; the first: {reason}")
+    return sentences
 
 
 def _names(*lists: Sequence[str]) -> list[str]:

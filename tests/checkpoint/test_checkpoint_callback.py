@@ -169,6 +169,10 @@ def test_training_goes_on_where_nothing_can_be_saved(
     told = [r for r in caplog.records if "saving failed" in r.message]
     assert len(told) == 1
     assert "Training goes on." in told[0].message
+    at_the_end = [r.message for r in caplog.records if r.levelname == "ERROR"]
+    assert [m for m in at_the_end if reason in m] == at_the_end
+    assert len([m for m in at_the_end if m.startswith("8 checkpoints failed, steps 6 to 20; the first: ")]) == 1
+    assert len(at_the_end) == 1
 
 
 def test_state_that_cannot_be_read_back_is_a_failure_now_not_at_the_resume(tmp_path: Path) -> None:
@@ -190,6 +194,8 @@ def test_an_exception_is_journalled_and_leaves_a_dump(tmp_path: Path) -> None:
     written = events(tmp_path, "exception")
     assert [(e["type"], e["message"]) for e in written] == [("RuntimeError", "boom at step 7, password=[redacted]")]
     assert written[0]["frames"][-1].startswith("checkpoint_world.py:")
+    names = [json.loads(x)["event"] for x in (tmp_path / "journal" / "rank-00000.jsonl").read_text().splitlines()]
+    assert names[-1] == "run.ended"
     store = store_of(tmp_path)
     dump = store.root / "exception-rank-00000"
     assert store.verify(dump) == []
@@ -270,6 +276,16 @@ def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
     store.publish(pending, step=5, world_size=2)
     with pytest.raises(CheckpointError, match="holds the state of 2 ranks, this run has 1; start it with 2 ranks"):
         fit(suite(tmp_path), max_steps=6)
+
+
+def test_a_resumed_state_is_known_good_in_memory_only_if_its_checkpoint_is(tmp_path: Path) -> None:
+    from lightning_sentinel import Rollback
+
+    fit(suite(tmp_path, every_n_steps=4, probation_steps=3, keep=9), max_steps=10)
+    for resume, step, good in (("auto", 4, True), ("latest", 8, False)):
+        parts = suite(tmp_path, resume=resume, every_n_steps=0)
+        _, trainer = fit([*parts[:2], Rollback(), parts[2]], max_steps=10)
+        assert [(s.step, s.known_good) for s in context_of(trainer).snapshots] == [(step, good)]
 
 
 def test_resume_from_a_path_and_from_the_latest(tmp_path: Path) -> None:

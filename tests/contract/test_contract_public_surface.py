@@ -28,6 +28,7 @@ RunJournal(run_dir, step_interval, report, report_every_seconds, config, max_byt
 SpikeDetector(threshold, tail, gross, gross_tail, gross_relative, min_jump, min_relative, confirm, window, level_window,
     tail_window, warmup, explosion, scale_floor, recover_after, shift_after, patience, restart_window)
 default_callbacks(run_dir, policy, vocabulary_size, sample_id_fn, checkpoint_every_n_steps)
+infra_event(trainer, kind, text)
 """
 
 # What else users import, by module.

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_sentinel import infra_event
 from lightning_sentinel.callbacks.run_journal import RunJournal, Status, lr_jump, mixture_moved
 from lightning_sentinel.context import LogSink, context_of
 from lightning_sentinel.incidents import Finding, FindingKind, Incident, IncidentStatus
@@ -142,6 +143,37 @@ def test_a_failed_run_names_its_exception_without_secrets(tmp_path: Path) -> Non
         assert b"hunter2" not in path.read_bytes()
     assert callback.summary is not None
     assert callback.summary["status"] == "failed"
+
+
+def test_the_journal_ends_after_the_other_callbacks_have_heard_of_the_exception(tmp_path: Path) -> None:
+    class Late(L.Callback):
+        def on_exception(self, trainer: L.Trainer, *_: Any) -> None:
+            context_of(trainer).write(trainer, "checkpoint.saved", path="last", checkpoint_step=3, status="exception")
+
+    callback = RunJournal(tmp_path / "run", report=False)
+    fit = trainer(tmp_path, callback, Late())
+    with pytest.raises(RuntimeError, match="hunter2"):
+        fit.fit(Model(fail_at=3))
+    names = [e["event"] for e in read_journal(tmp_path / "run")]
+    assert names == ["run.started", "checkpoint.saved", "run.ended"]
+    assert callback.summary is not None
+    assert [c["path"] for c in callback.summary["checkpoints"]] == ["last"]
+    assert "on_exception" not in vars(fit.strategy)
+
+
+def test_a_restart_by_the_launcher_is_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    fit = trainer(tmp_path, RunJournal(tmp_path / "run", report=False))
+    fit.fit(Model())
+    infra_event(fit, "link", "node 3 lost its link, token=hunter2hunter2")
+    found = [(e["step"], e["kind"], e["text"]) for e in events(tmp_path / "run", "infra.event")]
+    assert found == [
+        (0, "restart", "torchelastic has started the workers anew, restart number 2"),
+        (6, "link", "node 3 lost its link, token=[redacted]"),
+    ]
+    assert [(e["step"], e["kind"], e["text"]) for e in context_of(fit).infra_events] == found
+    with pytest.raises(ValueError, match="needs a kind and a text, found kind '' and text 'x'"):
+        infra_event(fit, "", "x")
 
 
 def test_an_interrupted_run_says_so(tmp_path: Path) -> None:

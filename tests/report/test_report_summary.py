@@ -201,6 +201,20 @@ def test_what_could_not_be_read_or_written_is_listed(tmp_path: Path) -> None:
     ]
 
 
+def test_a_full_disk_is_one_failure_however_often_it_failed_a_save(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.run(6)
+    for at in (2, 4, 6):
+        full = f"No space left on device (/runs/a/checkpoints/step-{at:08d}.tmp)"
+        run.write("checkpoint.failed", step=at, what="saving", reason=full)
+    run.write("checkpoint.failed", step=6, what="promoting", reason="Read-only file system (/runs/a)")
+    run.end()
+    assert summarise_run(tmp_path)["failures"] == [
+        "3 checkpoints failed, steps 2 to 6; the first: No space left on device (/runs/a/checkpoints/step-00000002.tmp)",
+        "A checkpoint at step 6 failed: Read-only file system (/runs/a)",
+    ]
+
+
 def test_files_are_replaced_whole_and_failures_are_sentences(parade_dir: Path, tmp_path: Path) -> None:
     result = write_reports(parade_dir, out=tmp_path / "out")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["loss.png", "report.html", "summary.json"]
