@@ -254,9 +254,12 @@ def test_loader_without_state_and_a_non_finite_loss_is_skipped(tmp_path: Path) -
     assert [event["step"] for event in events(tmp_path, "action.skip_step")] == [5]
 
 
-@pytest.mark.filterwarnings("ignore:Total length of .* across ranks is zero")
 def test_empty_dataset(tmp_path: Path) -> None:
-    trainer = fit(tmp_path, Shapes(), plain_loader(0), max_epochs=1)
+    with pytest.warns(UserWarning, match="Total length of") as caught:
+        trainer = fit(tmp_path, Shapes(), plain_loader(0), max_epochs=1)
+    said = {str(w.message) for w in caught if str(w.message).startswith("Total length")}
+    expected = "Total length of `{}` across ranks is zero. Please make sure this was your intention."
+    assert said == {expected.format("DataLoader"), expected.format("CombinedLoader")}
     assert trainer.global_step == 0
     assert steps(tmp_path) == []
     assert [event["status"] for event in events(tmp_path, "run.ended")] == ["finished"]
