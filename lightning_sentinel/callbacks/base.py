@@ -39,6 +39,12 @@ def ledger_of(trainer: Trainer) -> QuarantineLedger:
     return context.ledger
 
 
+def note_restart(trainer: Trainer) -> None:
+    """Note where ``fit(ckpt_path=...)`` goes on: for ``on_train_start`` of each callback that needs to know."""
+    if trainer.ckpt_path is not None and trainer.global_step > 0:
+        context_of(trainer).restart_step = trainer.global_step
+
+
 class SentinelCallback(Callback):
     """Base of the suite's callbacks. ``rewinds`` says whether a rollback takes the callback's state back with it."""
 

@@ -41,7 +41,7 @@ from ..journal import redact
 from ..policy import REPORT_ONLY
 from ..state import lightning_private as private
 from ..state.snapshot import Snapshot, resume, take
-from .base import SentinelCallback
+from .base import SentinelCallback, note_restart
 
 log = logging.getLogger("lightning_sentinel")
 
@@ -148,6 +148,7 @@ class ForensicCheckpoint(SentinelCallback):
                 self._failed(trainer, "cleaning up", error)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        note_restart(trainer)
         if self._store is None:
             return
         self._fit.before = partial(self._before_batch, trainer)

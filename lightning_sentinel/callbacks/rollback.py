@@ -21,7 +21,7 @@ from ..state.snapshot import (
     state_problems,
     take,
 )
-from .base import SentinelCallback, ledger_of
+from .base import SentinelCallback, ledger_of, note_restart
 
 _ROLLBACKS = (Action.RETRY_STEP, Action.ROLLBACK_REPLAY, Action.ROLLBACK_SKIP)
 
@@ -106,6 +106,20 @@ class Rollback(SentinelCallback):
         """True between a request and its execution at the end of the batch."""
         return self._request is not None
 
+    def replay_problem(self, trainer: Trainer, before_step: int) -> str | None:
+        """Why a replay from ``before_step`` on would repeat what is wrong, as a sentence, or None. The same on every rank.
+
+        A fault that came with the restart of this process, such as a loader that lost its place, is in every state that
+        the process has had.
+        """
+        restart = self.context(trainer).restart_step
+        if restart is None or before_step > restart:
+            return None
+        return (
+            f"every restore point of this process was taken after the restart at step {restart}; resume from a"
+            " checkpoint of ForensicCheckpoint instead."
+        )
+
     def request(
         self,
         trainer: Trainer,
@@ -131,7 +145,8 @@ class Rollback(SentinelCallback):
             The snapshot that will be restored.
 
         Raises:
-            RollbackUnavailable: No snapshot is old enough, or rollback is off here.
+            RollbackUnavailable: No snapshot is old enough, a replay would begin with the first state after a restart, or
+                rollback is off here.
         """
         if action not in _ROLLBACKS:
             raise ValueError(f"Rollback.request: {action} is not a rollback; use one of {', '.join(_ROLLBACKS)}.")
@@ -143,6 +158,8 @@ class Rollback(SentinelCallback):
                 f"{names} has no `exclude(names)`, so {len(exclude)} samples or sources cannot be left out. Use"
                 " lightning_sentinel.data.MixtureLoader, or skip the step instead."
             )
+        if action is Action.ROLLBACK_REPLAY and (problem := self.replay_problem(trainer, before_step)):
+            raise RollbackUnavailable(problem)
         snapshot = self._choose(trainer, before_step, action)
         made = _Request(snapshot, before_step, action, incident, reason, tuple(exclude))
         earlier = self._request
@@ -166,6 +183,7 @@ class Rollback(SentinelCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         context = self.context(trainer)
         context.snapshots.clear()
+        note_restart(trainer)
         private.advance_control(trainer).layout = None
         self._light = self._spare = self._spare_light = self._request = self._probation = None
         self._trainer, self._last_step = trainer, -1

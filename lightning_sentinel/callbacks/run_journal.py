@@ -7,11 +7,13 @@ import json
 import logging
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from .._version import __version__
 from ..context import LogSink
 from ..infra import infra_event
 from ..journal import Journal, journal_files, parse_line, redact, to_json
-from .base import SentinelCallback
+from .base import SentinelCallback, note_restart
 
 log = logging.getLogger("lightning_sentinel")
 
@@ -91,6 +93,7 @@ class RunJournal(SentinelCallback):
         self.run_dir: Path | None = None
         self.summary: dict[str, Any] | None = None
         self.status = Status()
+        self._before = Earlier()
         self._journal: Journal | None = None
         self._ended = True
         self._failures: list[str] = []
@@ -113,10 +116,11 @@ class RunJournal(SentinelCallback):
             return
         chosen = self.run_dir or self.requested_run_dir or _default_run_dir(trainer)
         # Ranks that were started separately may each have made their own time stamp; rank 0's counts.
-        mine = (str(chosen), _earlier_fits(chosen)) if trainer.is_global_zero else None
+        mine = (str(chosen), _earlier(chosen)) if trainer.is_global_zero else None
         told = trainer.strategy.broadcast(mine, src=0)
         assert told is not None
-        folder, self._earlier = told
+        folder, self._before = told
+        self._earlier = self._before.world_sizes
         self.run_dir = Path(folder)
         self.status.log_for = self.run_dir if trainer.is_global_zero else None
         self._journal = Journal(self.run_dir, trainer.global_rank, max_bytes=self.max_bytes, listener=self.status.see)
@@ -167,6 +171,8 @@ class RunJournal(SentinelCallback):
             infra_event(trainer, "restart", f"torchelastic has started the workers anew, restart number {restarts}")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        note_restart(trainer)
+        self._continue_counts(trainer)
         if self._journal is not None and not self._ended and trainer.global_step > 0:
             self.context(trainer).write(
                 trainer,
@@ -174,6 +180,18 @@ class RunJournal(SentinelCallback):
                 checkpoint=None if trainer.ckpt_path is None else str(trainer.ckpt_path),
                 epoch=trainer.current_epoch,
             )
+
+    def _continue_counts(self, trainer: Trainer) -> None:
+        """Attempts and incidents go on where the journal of this folder ends: no pair of attempt and step comes twice.
+
+        A resume by ``ForensicCheckpoint`` comes later and sets the attempt by what it knows of the checkpoint.
+        """
+        context = self.context(trainer)
+        if self._journal is None or ("first_incident" in context.scratch and trainer.ckpt_path is None):
+            return  # the same Trainer goes on: its own counts do
+        context.scratch["first_incident"] = self._before.incident
+        repeated = self._before.reached > trainer.global_step
+        context.attempt = max(context.attempt, self._before.attempt + repeated)
 
     # --------------------------------------------------------------------------------------------------- each step
 
@@ -446,18 +464,53 @@ def _default_run_dir(trainer: Trainer) -> Path:
     return (Path.cwd() if "://" in root else Path(root)) / "sentinel" / stamp
 
 
-def _earlier_fits(run_dir: Path) -> list[int]:
-    """World sizes of the fits that the journal of rank 0 already holds."""
-    sizes = []
+_POSITION = re.compile(rb'"attempt":(\d+),"step":(-?\d+),"tokens":\d+,"event":"([^"]+)"')
+
+
+@dataclass
+class Earlier:
+    """What the journal of rank 0 says about earlier fits in the same run folder.
+
+    Attributes:
+        world_sizes: One for each fit.
+        attempt: Highest attempt; 0 without any.
+        reached: Highest value of ``global_step`` that has been seen.
+        incident: Highest number of an incident; 0 without any.
+    """
+
+    world_sizes: list[int] = field(default_factory=list)
+    attempt: int = 0
+    reached: int = 0
+    incident: int = 0
+
+    def take(self, raw: bytes) -> None:
+        """Take one line in. Step lines, most of all, are not decoded."""
+        position = _POSITION.search(raw, 0, 300)
+        if position is None:
+            return
+        attempt, step, event = int(position[1]), int(position[2]), position[3]
+        self.attempt = max(self.attempt, attempt)
+        # a step line is written when its step is done
+        self.reached = max(self.reached, step + (event == b"step"))
+        if event == b"run.started":
+            self.world_sizes.append(int(parse_line(raw).get("world_size", 1)))
+        elif event.startswith(b"incident."):
+            incident = parse_line(raw).get("incident")
+            if isinstance(incident, dict) and isinstance(incident.get("number"), int):
+                self.incident = max(self.incident, incident["number"])
+
+
+def _earlier(run_dir: Path) -> Earlier:
+    """What the journal of rank 0 already holds."""
+    found = Earlier()
     for path in journal_files(run_dir, rank=0):
         try:
             with path.open("rb") as file:
                 for raw in file:
-                    if b'"event":"run.started"' in raw[:300]:
-                        sizes.append(int(parse_line(raw).get("world_size", 1)))
+                    found.take(raw)
         except (OSError, ValueError) as error:
             log.warning("The earlier journal %s cannot be read whole: %s", path, error)
-    return sizes
+    return found
 
 
 def _plain_config(config: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sentinel import infra_event
+from lightning_sentinel import RankTelemetry, infra_event
 from lightning_sentinel.callbacks.run_journal import RunJournal, Status, lr_jump, mixture_moved
 from lightning_sentinel.context import LogSink, context_of
 from lightning_sentinel.incidents import Finding, FindingKind, Incident, IncidentStatus
@@ -130,6 +130,33 @@ def test_a_resumed_run_names_its_checkpoint(tmp_path: Path) -> None:
     assert (resumed["step"], resumed["checkpoint"]) == (6, str(tmp_path / "last.ckpt"))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert [(r["step"], r["checkpoint"]) for r in summary["restarts"]] == [(6, str(tmp_path / "last.ckpt"))]
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_counts_go_on_after_a_resume_by_lightning(tmp_path: Path) -> None:
+    def go_on(at: int, max_steps: int, opened: int) -> L.Trainer:
+        fit = trainer(
+            tmp_path,
+            RunJournal(tmp_path / "run", report=False),
+            RankTelemetry(),
+            Incidents(opened, opened + 1),
+            max_steps=max_steps,
+        )
+        fit.fit(Model(), ckpt_path=tmp_path / f"{at}.ckpt" if at else None, weights_only=False)
+        fit.save_checkpoint(tmp_path / f"{max_steps}.ckpt")
+        return fit
+
+    first = go_on(0, 4, 2)
+    assert (context_of(first).attempt, context_of(first).scratch["first_incident"]) == (0, 0)
+    whole = go_on(4, 6, 5)  # the checkpoint of the last step: nothing is repeated
+    assert (context_of(whole).attempt, context_of(whole).scratch["first_incident"]) == (0, 1)
+    assert context_of(whole).restart_step == 4
+    again = go_on(4, 8, 5)  # steps 4 and 5 once more
+    assert (context_of(again).attempt, context_of(again).restart_step) == (1, 4)
+    steps = [(e["attempt"], e["step"]) for e in events(tmp_path / "run", "step")]
+    assert steps == [*((0, n) for n in range(6)), *((1, n) for n in range(4, 8))]
+    resumed = [(e["attempt"], e["step"]) for e in events(tmp_path / "run", "run.resumed")]
+    assert resumed == [(0, 4), (1, 4)]
 
 
 def test_a_failed_run_names_its_exception_without_secrets(tmp_path: Path) -> None:

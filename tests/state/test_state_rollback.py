@@ -338,6 +338,54 @@ def test_requests_that_cannot_be_met() -> None:
     assert rollback.executed == 0
 
 
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_no_replay_from_the_first_state_after_a_restart(tmp_path: Path) -> None:
+    found: list[tuple[int, Action, Any]] = []
+
+    class Ask(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            if trainer.global_step != 8:
+                return
+            for before, action in (
+                (5, Action.ROLLBACK_REPLAY),
+                (5, Action.ROLLBACK_SKIP),
+                (6, Action.ROLLBACK_REPLAY),
+            ):
+                try:
+                    found.append(
+                        (
+                            before,
+                            action,
+                            rollback.request(
+                                trainer, before_step=before, action=action, incident=1, reason="a test"
+                            ).step,
+                        )
+                    )
+                except RollbackUnavailable as error:
+                    found.append((before, action, str(error)))
+            rollback._request = None
+
+    options: dict[str, Any] = {"max_steps": 5, "max_epochs": -1}
+    first = make_trainer(Cell("first", trainer=options), [])
+    validation = DataLoader(Samples(8), batch_size=4)
+    first.fit(Net(), map_loader(), validation)
+    first.save_checkpoint(tmp_path / "5.ckpt")
+    rollback = Rollback(every_n_steps=100)
+    second = make_trainer(Cell("second", trainer={**options, "max_steps": 9}), [Ask(), rollback])
+    second.fit(Net(), map_loader(), validation, ckpt_path=tmp_path / "5.ckpt", weights_only=False)
+    refusal = (
+        "every restore point of this process was taken after the restart at step 5; resume from a checkpoint of"
+        " ForensicCheckpoint instead."
+    )
+    assert found == [
+        (5, Action.ROLLBACK_REPLAY, refusal),
+        (5, Action.ROLLBACK_SKIP, 5),
+        (6, Action.ROLLBACK_REPLAY, 5),
+    ]
+    assert context_of(second).restart_step == 5
+    assert [s.known_good for s in context_of(second).snapshots] == [False]
+
+
 def kept_snapshots(rollback: Rollback, act: Any, steps: int = 36) -> list[list[int]]:
     """Steps of the snapshots in memory before each step."""
     kept: list[list[int]] = []
