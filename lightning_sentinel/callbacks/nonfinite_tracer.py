@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,9 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..incidents import Finding, FindingKind
+from ..incidents import Finding, FindingKind, Severity
 from ..record import StepRecord
 from ..state import lightning_private as _private
+from ..triage.armed import ArmedStep
 from ..triage.nonfinite import TraceReport, trace_nonfinite
 from ..triage.origin import Range, is_bad
 from ..triage.replay import ReplayUnavailableError, block_paths, local
@@ -31,7 +35,7 @@ class NonFiniteTracer(SentinelCallback):
     The replay has the same micro-batches, random states and weights as the step, and leaves no trace. It names operator,
     module, line, forward or backward, samples, micro-batch and rank, or says that a parameter, a buffer, the batch or the
     reduction between ranks brought the value in. Flags at module boundaries, kept on the device in normal steps, name the
-    module of a value that does not come again.
+    module of a value that does not come again. A flag whose value reaches neither loss nor gradient is an alarm.
 
     Under :class:`~lightning_sentinel.IncidentResponse` the triage asks for the trace; with only
     :class:`~lightning_sentinel.RankTelemetry` it is made as soon as a record shows a non-finite value.
@@ -41,17 +45,23 @@ class NonFiniteTracer(SentinelCallback):
         >>> NonFiniteTracer(boundaries=["layers.*"], every_n=10).every_n
         10
 
-    Journalled: ``triage.nonfinite`` (see :class:`~lightning_sentinel.triage.nonfinite.TraceReport`), and
-    ``triage.nonfinite_state`` for each non-finite parameter or buffer found before the first step. Nothing is logged.
+    Journalled: ``triage.nonfinite`` (see :class:`~lightning_sentinel.triage.nonfinite.TraceReport`),
+    ``triage.nonfinite_state`` for each non-finite parameter or buffer found before the first step, ``triage.anomaly`` for
+    each armed step, and as ``finding`` (``nonfinite_activation``, an alarm, in the journal of the rank that saw it) the
+    first watched module whose output was not finite in a step whose loss and gradients are. It is stated once for as long
+    as the same module stays the first in the flagged steps. Nothing is logged to the loggers.
 
     Args:
         boundaries: Modules whose outputs are flagged in normal steps: ``"auto"`` takes the elements of every
             ``nn.ModuleList`` and their direct children; a list of shell-style patterns of ``named_modules()`` paths; an empty
             list turns the flags off.
-        every_n: Flag every so many steps.
+        every_n: Flag every so many steps. On the CPU the flags are read in the same step, elsewhere one step later.
         anomaly: Run the replay under autograd's anomaly mode: the report then has the forward's traceback of a
             non-finite backward (slower).
-        max_traces: At most so many traces in one fit without an ``IncidentResponse``.
+        max_traces: At most so many traces in one fit without an ``IncidentResponse``, and so many armed steps.
+        replay: Compute the step again. Without it nothing is replayed, neither by the triage; with ``anomaly`` the live
+            step after a non-finite one is armed instead: anomaly mode notes its forward lines, and the first backward
+            that gives a non-finite gradient is journalled with them. Nothing is raised and no value changes.
     """
 
     def __init__(
@@ -60,6 +70,7 @@ class NonFiniteTracer(SentinelCallback):
         every_n: int = 1,
         anomaly: bool = False,
         max_traces: int = 16,
+        replay: bool = True,
     ) -> None:
         if isinstance(boundaries, str) and boundaries != "auto":
             raise ValueError(
@@ -71,16 +82,28 @@ class NonFiniteTracer(SentinelCallback):
         if max_traces < 0:
             raise ValueError(f"NonFiniteTracer: max_traces is {max_traces}, expected 0 or more.")
         self.boundaries, self.every_n, self.anomaly, self.max_traces = boundaries, every_n, anomaly, max_traces
+        self.replay = replay
         self.reports: list[TraceReport] = []
         self._traced: tuple[int, int] | None = None
         self._fit: tuple[Trainer, LightningModule, Optimizer | None] | None = None
         self._hooks: list[tuple[nn.Module, str, RemovableHandle]] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        """State of one fit, as at its start."""
+        self._taken: tuple[list[tuple[int, str, Tensor]] | None, int] = (None, 0)
+        self._unread: deque[_Flags] = deque()
+        self._in_record: deque[tuple[int, int]] = deque(maxlen=8)  # (attempt, step) whose record is not finite itself
+        self._alarmed = ""  # the first bad boundary of the last flagged step
+        self._arm_next, self._armed_steps = False, 0
+        self._armed: ArmedStep | None = None
 
     # ------------------------------------------------------------------------------------------------- life of a fit
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         ensure_capture(trainer)
         self.reports, self._traced = [], None
+        self._forget()
         self._fit = (trainer, pl_module, None)
         self._remove_hooks()
         modules = dict(pl_module.named_modules())
@@ -95,7 +118,14 @@ class NonFiniteTracer(SentinelCallback):
         if trainer.global_step == 0:
             self._scan_state(trainer, pl_module)
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._read_flags(trainer, everything=True)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._disarm()
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._disarm()
         self._remove_hooks()
         self._fit = None
 
@@ -162,11 +192,137 @@ class NonFiniteTracer(SentinelCallback):
             if next(reversed(module._forward_hooks)) != handle.id:
                 handle.remove()
                 self._hooks[i] = (module, path, self._register(module, path))
+        if self._arm_next and self._opens_a_step(trainer):
+            self._arm_next = False
+            self._armed = ArmedStep()
+            self._armed_steps += 1
+        if self._armed is not None:
+            self._armed.enable()
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if self._armed is not None:
+            self._armed.watch(loss)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._armed is not None:
+            self._armed.disable()  # until the step's next micro-batch
+        self._read_flags(trainer)
+
+    def _opens_a_step(self, trainer: Trainer) -> bool:
+        """Whether the batch that starts now is the first of its optimizer step: the capture has not seen it yet."""
+        window = self.context(trainer).window
+        return window is None or (window.step, window.attempt) != (trainer.global_step, self.context(trainer).attempt)
+
+    @torch.no_grad()
+    def _take_flags(self, trainer: Trainer) -> None:
+        """At the gate: reduce the step's flags to one value on the device, and let it be copied to the host."""
+        window = self.context(trainer).window
+        if window is None:
+            return
+        known = self._taken[1] if self._taken[0] is window.boundary_flags else 0
+        flags = window.boundary_flags[known:]
+        self._taken = (window.boundary_flags, len(window.boundary_flags))
+        if not flags:
+            return
+        device = flags[0][2].device
+        wide = any(total.dtype == torch.float64 for _, _, total in flags)
+        totals = torch.stack([t.to(device, torch.float64 if wide else torch.float32) for _, _, t in flags])
+        bad, copied = ~totals.isfinite().all(), None
+        if device.type == "cuda":
+            host = torch.empty((), dtype=torch.bool, pin_memory=True)
+            host.copy_(bad, non_blocking=True)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(torch.cuda.current_stream(device))
+            bad = host
+        samples = [m.sample_ids for m in window.micro_batches]
+        self._unread.append(_Flags(window.step, window.attempt, flags, samples, bad, copied, device.type == "cpu"))
+
+    def _read_flags(self, trainer: Trainer, everything: bool = False) -> None:
+        """Read what lies on the host, and elsewhere what is a step old: the device is done with that."""
+        while self._unread and (everything or self._unread[0].at_hand or len(self._unread) > 1):
+            taken = self._unread.popleft()
+            if taken.copied is not None:
+                taken.copied.synchronize()
+            if not bool(taken.bad):
+                self._alarmed = ""
+            elif (taken.attempt, taken.step) not in self._in_record:
+                self._alarm(trainer, taken)
+
+    def _alarm(self, trainer: Trainer, taken: _Flags) -> None:
+        bad = [(micro_batch, path) for micro_batch, path, t in taken.flags if not math.isfinite(float(t))]
+        micro_batch, path = bad[0]
+        if path == self._alarmed:
+            return
+        self._alarmed = path
+        samples = taken.samples[micro_batch] if micro_batch < len(taken.samples) else ()
+        several = trainer.world_size > 1
+        finding = Finding(
+            kind=FindingKind.NONFINITE_ACTIVATION,
+            detector="nonfinite_tracer",
+            step=taken.step,
+            score=float(len(bad)),
+            threshold=0.0,
+            unit="boundaries",
+            severity=Severity.ALARM,
+            message=(
+                f"The output of {path}{f' on rank {trainer.global_rank}' if several else ''} is not finite at step"
+                f" {taken.step}, the first of {len(bad)} such among {len(taken.flags)} watched outputs; loss and gradients"
+                " are finite, so a mask or a branch hides it. If it is meant to be so, leave the module out of boundaries."
+            ),
+            ranks=(trainer.global_rank,) if several else (),
+            culprits=(f"module:{path}",),
+            evidence={
+                "micro_batch": micro_batch,
+                "boundaries": list(dict.fromkeys(p for _, p in bad))[:8],
+                "samples": list(samples)[:64],
+            },
+        )
+        context = self.context(trainer)
+        context.journal.write(
+            "finding", step=taken.step, attempt=taken.attempt, tokens=context.tokens, finding=finding.to_dict()
+        )
+        log.warning(finding.message)
+
+    # --------------------------------------------------------------------------------------------- the armed live step
+
+    def _disarm(self) -> None:
+        if self._armed is not None:
+            self._armed.disable()
+            self._armed = None
+
+    def _finish_armed_step(self, trainer: Trainer) -> None:
+        """At the gate of the armed step: journal the first backward that was not finite, with its forward's lines."""
+        armed, self._armed = self._armed, None
+        if armed is None:
+            return
+        armed.disable()
+        origin = armed.first()
+        if origin is None:
+            message = "Every gradient of the armed step was finite."
+            self.context(trainer).write(trainer, "triage.anomaly", found=False, message=message)
+            return
+        message = f"The backward of {origin.node} gave a non-finite gradient; its forward ran in: " + (
+            " | ".join(origin.lines[-3:]) or "no line of the user's code"
+        )
+        self.context(trainer).write(
+            trainer,
+            "triage.anomaly",
+            found=True,
+            node=origin.node,
+            lines=list(origin.lines),
+            micro_batch=origin.micro_batch,
+            message=message,
+        )
+        log.warning(message)
 
     # ------------------------------------------------------------------------------------------------------ the trace
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self._fit = (trainer, pl_module, optimizer)
+        self._take_flags(trainer)
+        self._finish_armed_step(trainer)
         record = self.context(trainer).record
         if record is not None and (record.step, record.attempt) == (trainer.global_step, self.context(trainer).attempt):
             self.observe(
@@ -177,9 +333,16 @@ class NonFiniteTracer(SentinelCallback):
         """Trace at once where nobody else will ask for it. States nothing: the record's own findings stand."""
         from .incident_response import IncidentResponse
 
-        if self._fit is None or not record.has_nonfinite:
+        if self._fit is None:
             return []
         trainer, module, optimizer = self._fit
+        self._take_flags(trainer)  # before a healthy step's flags are let go
+        if not record.has_nonfinite:
+            return []
+        self._in_record.append((record.attempt, record.step))
+        if not self.replay:
+            self._arm_next = self.anomaly and self._armed_steps < self.max_traces
+            return []
         if optimizer is None:
             return []
         key = (record.attempt, record.step)
@@ -202,9 +365,24 @@ class NonFiniteTracer(SentinelCallback):
         max_forwards: int | None = None,
     ) -> TraceReport:
         """Replay the current step and name its first non-finite value. Every rank calls it alike."""
+        if not self.replay:
+            raise ReplayUnavailableError("this NonFiniteTracer was told not to replay (replay=False).")
         report = trace_nonfinite(trainer, module, optimizer, record, anomaly=self.anomaly, max_forwards=max_forwards)
         self.reports.append(report)
         return report
+
+
+@dataclass
+class _Flags:
+    """One step's flags between the gate and the time when they are read."""
+
+    step: int
+    attempt: int
+    flags: list[tuple[int, str, Tensor]]
+    samples: list[tuple[str, ...]]  # ids by micro-batch
+    bad: Tensor  # 0-dim: whether any flag is not finite
+    copied: torch.cuda.Event | None  # when ``bad`` has reached the host
+    at_hand: bool  # reading costs nothing
 
 
 def _total(output: Any) -> Tensor | None:

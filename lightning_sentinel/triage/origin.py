@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any
@@ -330,6 +330,11 @@ def _user_line() -> str:
 def _forward_traceback() -> tuple[str, ...]:
     """The user's lines that made the autograd node that runs now, as anomaly mode has noted them."""
     node = _private.running_node()
-    frames = (node.metadata if node is not None else {}).get("traceback_", [])
+    return forward_lines(node.metadata if node is not None else {})
+
+
+def forward_lines(metadata: Mapping[str, Any]) -> tuple[str, ...]:
+    """The user's lines among those that anomaly mode has put into an autograd node's metadata, outermost first."""
+    frames = metadata.get("traceback_", [])
     lines = [f.strip().replace("\n", " ") for f in frames]
     return tuple(line for line in lines if not any(part in line for part in _SKIPPED_FILES))[-8:]

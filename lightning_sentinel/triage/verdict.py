@@ -427,6 +427,8 @@ class Investigation:
         from ..callbacks.nonfinite_tracer import NonFiniteTracer
 
         tracer = find_callback(self.trainer, NonFiniteTracer)
+        if tracer is not None and not tracer.replay:
+            raise ReplayUnavailableError("NonFiniteTracer was told not to replay (replay=False).")
         trace = trace_nonfinite if tracer is None else tracer.trace
         return trace(self.trainer, self.module, self.optimizer, self.record, max_forwards=forwards)
 

@@ -19,7 +19,7 @@ ForensicCheckpoint(every_n_steps, keep, keep_every_tokens, probation_steps, resu
 IncidentResponse(mode, ladders, budgets, budget_steps, probation_steps, recovered_z, lr_factor, lr_steps, lr_permanent,
     triage, max_forwards, max_seconds, exit_on_stop)
 LossScaleMonitor(max_consecutive, max_without_step, floor)
-NonFiniteTracer(boundaries, every_n, anomaly, max_traces)
+NonFiniteTracer(boundaries, every_n, anomaly, max_traces, replay)
 RankOutlierDetector(threshold, false_per_step, tail, cold_threshold, cold_relative, min_jump, min_relative, warmup,
     memory, max_named, straggler, straggler_steps)
 RankTelemetry(update_norm_every_n_steps, vocabulary_size, token_count_fn, sample_id_fn, sources)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from triage_models import BAD_STEP, Gate, Net, fingerprint, fit
 
-from lightning_sentinel import NonFiniteTracer, RankTelemetry
+from lightning_sentinel import IncidentResponse, NonFiniteTracer, RankTelemetry
 from lightning_sentinel.context import context_of
 from lightning_sentinel.triage.nonfinite import trace_nonfinite
 
@@ -134,6 +136,126 @@ def test_anomaly_mode_gives_the_forward_lines_of_a_backward() -> None:
     [report] = tracer.reports
     assert report.module == "blocks.1.mixer"
     assert any("z.sqrt()" in line for line in report.origin.traceback)
+
+
+class Events:
+    """A journal in memory."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, int, dict[str, Any]]] = []
+
+    def write(self, event: str, *, step: int, attempt: int, tokens: int, **fields: Any) -> None:
+        self.lines.append((event, step, fields))
+
+    def flush(self) -> None:
+        return None
+
+    def of(self, name: str) -> list[tuple[int, dict[str, Any]]]:
+        return [(step, fields) for event, step, fields in self.lines if event == name]
+
+
+class Listens(L.Callback):
+    """Stands first and takes the place of the journal."""
+
+    def __init__(self) -> None:
+        self.events = Events()
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        context_of(trainer).journal = self.events
+
+
+class HidesIt(Net):
+    """From ``start`` to ``end`` a block's output holds an infinity for one sample, which nothing uses."""
+
+    def __init__(self, start: int, end: int) -> None:
+        super().__init__()
+        self.start, self.end = start, end
+        self.blocks[1].mixer.register_forward_hook(self.spoil)
+        self.blocks[1].register_forward_hook(lambda m, args, output: output.nan_to_num(0.0, 0.0, 0.0))
+
+    def spoil(self, module: Any, args: Any, output: Any) -> Any:
+        if self.start <= self.trainer.global_step < self.end:
+            keep = torch.ones_like(output)
+            keep[1, 0] = 0.0
+            return torch.where(keep > 0, output, math.inf)
+        return output
+
+
+@pytest.mark.parametrize("first", ["tracer", "telemetry", "alone"])
+@pytest.mark.parametrize("every_n", [1, 2])
+def test_a_value_that_reaches_neither_loss_nor_gradient_is_an_alarm(first: str, every_n: int) -> None:
+    tracer, telemetry, listens = NonFiniteTracer(every_n=every_n), RankTelemetry(), Listens()
+    callbacks = {"tracer": [tracer, telemetry], "telemetry": [telemetry, tracer], "alone": [tracer]}[first]
+    trainer = fit(HidesIt(3, 6), [listens, *callbacks], steps=8)
+    [(step, fields)] = listens.events.of("finding")
+    found = fields["finding"]
+    assert step == found["step"] == (3 if every_n == 1 else 4)
+    assert (found["kind"], found["severity"]) == ("nonfinite_activation", "alarm")
+    assert found["culprits"] == ("module:blocks.1.mixer",)
+    assert found["evidence"]["boundaries"] == ["blocks.1.mixer"]
+    assert found["evidence"]["samples"] == [f"s{i}" for i in range(4 * step, 4 * step + 4)]
+    assert context_of(trainer).incidents == []
+    assert tracer.reports == []
+
+
+def test_an_alarm_is_stated_again_after_it_was_gone() -> None:
+    class Twice(HidesIt):
+        def spoil(self, module: Any, args: Any, output: Any) -> Any:
+            self.start = 2 if self.trainer.global_step < 4 else 5
+            self.end = self.start + 1
+            return super().spoil(module, args, output)
+
+    listens = Listens()
+    fit(Twice(2, 3), [listens, NonFiniteTracer(), RankTelemetry()], steps=8)
+    assert [step for step, _ in listens.events.of("finding")] == [2, 5]
+
+
+def test_a_value_that_reaches_the_loss_is_left_to_the_trace() -> None:
+    listens, tracer = Listens(), NonFiniteTracer()
+    fit(Net("root"), [listens, tracer, RankTelemetry()], kind="root", steps=4)
+    kinds = [f["finding"]["kind"] for _, f in listens.events.of("finding")]
+    assert "nonfinite_activation" not in kinds
+    assert len(tracer.reports) == 1
+
+
+@pytest.mark.parametrize(("accumulate", "manual"), [(1, False), (2, False), (1, True)])
+def test_the_step_after_a_non_finite_one_is_armed_where_nothing_is_replayed(accumulate: int, manual: bool) -> None:
+    class Again(Net):
+        """The gradient of the square root at zero, in every step from the bad one to the next."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            batch["x"][:, -1] = float(self.trainer.global_step in (3, 4))
+            return super().training_step(batch, batch_idx)
+
+    class Skips(L.Callback):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            if any(not p.grad.isfinite().all() for p in pl_module.parameters() if p.grad is not None):
+                optimizer.zero_grad()
+
+    prints, listens, tracer = [], Listens(), NonFiniteTracer(anomaly=True, replay=False)
+    for callbacks in ([RankTelemetry(), Skips()], [listens, tracer, RankTelemetry(), Skips()]):
+        module = Again("where", manual)
+        trainer = fit(module, callbacks, steps=8, accumulate_grad_batches=accumulate)
+        prints.append(fingerprint(trainer, module)[:-1])  # the last is where the capture sits
+    assert prints[0] == prints[1]
+    assert tracer.reports == []
+    (first, found), (second, finite) = listens.events.of("triage.anomaly")
+    assert (first, found["found"], second, finite["found"]) == (4, True, 5, False)
+    assert found["node"] == "SqrtBackward0"
+    assert "z.sqrt()" in found["lines"][-1]
+    assert found["micro_batch"] == 0
+    assert not torch.is_anomaly_enabled()
+
+
+def test_without_a_replay_the_verdict_is_open() -> None:
+    tracer = NonFiniteTracer(replay=False)
+    callbacks = [tracer, RankTelemetry(), IncidentResponse("guard")]
+    trainer = fit(Net("root"), callbacks, kind="root", steps=5)
+    [incident] = context_of(trainer).incidents
+    assert str(incident.verdict.kind) == "undetermined"
+    assert incident.verdict.sentence == (
+        "The step could not be replayed: NonFiniteTracer was told not to replay (replay=False)."
+    )
 
 
 def test_state_that_is_not_finite_is_found_before_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
