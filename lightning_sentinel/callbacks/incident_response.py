@@ -269,7 +269,9 @@ class IncidentResponse(SentinelCallback):
         context = self.context(trainer)
         kinds = {f.kind for f in findings}
         named = {c for f in findings for c in f.culprits if not c.startswith("sample:")}
-        for incident in reversed(context.incidents):
+        # A replay that passes an earlier incident's step may meet that trouble again: it is not what made the run go back.
+        earlier = any(not i.is_open and i.opened_step == record.step and kinds & i.kinds for i in context.incidents)
+        for incident in [] if earlier else reversed(context.incidents):
             watch = self._watched.get(incident.number)
             if not incident.is_open or watch is None:
                 continue
