@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..detectors.loss_scale import LossScale
+from ..incidents import Finding
+from ..record import StepRecord
 from .base import DetectorCallback
 
 # Names written for one overflow; a large model that overflows everywhere would fill the journal otherwise.
@@ -69,8 +73,8 @@ class LossScaleMonitor(DetectorCallback):
         >>> LossScaleMonitor(max_consecutive=8).detector.max_consecutive
         8
 
-    Journal events, each with ``old_scale``, ``new_scale``, ``rank`` and ``parameters`` (names whose gradient was
-    non-finite, filled for an overflow only):
+    Journal events, each with ``old_scale``, ``new_scale``, ``rank`` (whose journal it is), ``parameters`` (names whose
+    gradient on this rank was non-finite, filled for an overflow only) and ``nonfinite_ranks``:
 
     ====================  =================================================================
     event                 meaning
@@ -80,6 +84,11 @@ class LossScaleMonitor(DetectorCallback):
     ``scaler.growth``     the scale went up after enough steps without one
     ``scaler.changed``    somebody else set the scale between two steps
     ====================  =================================================================
+
+    ``nonfinite_ranks`` says on which ranks an overflow arose, as far as that can be known. A loss is each rank's own: the
+    ranks whose loss was not finite are named. Where every loss was finite, the overflow arose in a backward; on several
+    ranks the gradients have been reduced by then and are not finite on any of them, so the field is None: not known. It is
+    empty for events other than an overflow.
 
     Findings: ``scaler_overflow`` (event) for each overflow, ``scale_collapse`` (incident).
 
@@ -98,6 +107,12 @@ class LossScaleMonitor(DetectorCallback):
         self.detector = LossScale(max_consecutive=max_consecutive, max_without_step=max_without_step, floor=floor)
         self._known_scale: float | None = None
         self._in_step: dict[str, Any] | None = None
+        self._record: StepRecord | None = None
+
+    def observe(self, record: StepRecord) -> list[Finding]:
+        """Findings on one record, the same on every rank."""
+        self._record = record
+        return super().observe(record)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._in_step = None
@@ -131,11 +146,21 @@ class LossScaleMonitor(DetectorCallback):
         old, new = before["scale"], float(scaler.get_scale())
         self._known_scale = new
         if before["overflow"]:
-            self._write(trainer, "scaler.overflow", old, new, before["parameters"], before["step"])
+            ranks = self._nonfinite_ranks(trainer, before["step"])
+            self._write(trainer, "scaler.overflow", old, new, before["parameters"], before["step"], ranks)
         if new < old:
             self._write(trainer, "scaler.backoff", old, new, step=before["step"])
         elif new > old:
             self._write(trainer, "scaler.growth", old, new, step=before["step"])
+
+    def _nonfinite_ranks(self, trainer: Trainer, step: int) -> list[int] | None:
+        """Ranks on which the overflow arose; None where that is not known."""
+        if trainer.world_size == 1:
+            return [0]
+        record = self._record
+        if record is None or (record.step, record.attempt) != (step, self.context(trainer).attempt):
+            return None
+        return np.flatnonzero(record.column("nonfinite_loss")).tolist() or None
 
     def _write(
         self,
@@ -145,6 +170,7 @@ class LossScaleMonitor(DetectorCallback):
         new: float,
         parameters: list[str] | None = None,
         step: int | None = None,
+        nonfinite_ranks: Sequence[int] | None = (),
     ) -> None:
         context = self.context(trainer)
         names = parameters or []
@@ -158,6 +184,7 @@ class LossScaleMonitor(DetectorCallback):
             rank=trainer.global_rank,
             parameters=names[:MAX_NAMES],
             parameter_count=len(names),
+            nonfinite_ranks=None if nonfinite_ranks is None else list(nonfinite_ranks),
         )
 
     def state_dict(self) -> dict[str, Any]:

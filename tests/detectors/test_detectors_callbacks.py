@@ -125,8 +125,10 @@ def test_one_overflow_is_journalled_with_its_cause(tmp_path, fused):
         "rank": 0,
         "parameters": ["layer.weight"],
         "parameter_count": 1,
+        "nonfinite_ranks": [0],
     }
     assert backoff[:2] == ("scaler.backoff", 3)
+    assert backoff[2]["nonfinite_ranks"] == []
     assert [(f["kind"], f["severity"], f["step"]) for f in findings] == [("scaler_overflow", "event", 3)]
     assert (context_of(trainer).nominal_steps, context_of(trainer).applied_steps) == (8, 7)
 

@@ -15,14 +15,18 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 SCRIPT = Path(__file__).with_name("triage_two_ranks.py")
 
 
+def _run(script: Path, folder: Path) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parent)}
+    command = [sys.executable, str(script), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """Verdicts of both ranks by fault, in rank order."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parent)}
     folder = tmp_path_factory.mktemp("verdicts")
-    command = [sys.executable, str(SCRIPT), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    _run(SCRIPT, folder)
     found: dict[str, list[dict[str, Any]]] = {}
     for file in sorted(folder.glob("*.json")):
         found.setdefault(file.stem.rpartition("-")[0], []).append(json.loads(file.read_text()))
@@ -71,3 +75,13 @@ def test_an_experiment_that_fails_on_one_rank_is_available_on_none(verdicts: Any
         assert verdict["sentence"] == "The step could not be replayed: rank 1: RuntimeError: no second time"
         [replayed] = [e for e in verdict["experiments"] if e["name"] == "armed replay"]
         assert replayed["result"] == "not available"
+
+
+def test_an_overflow_names_the_ranks_where_they_can_be_known(tmp_path: Path) -> None:
+    _run(SCRIPT.with_name("triage_scale_two_ranks.py"), tmp_path)
+    for rank in range(2):
+        of_loss, of_gradient = json.loads((tmp_path / f"overflows-{rank}.json").read_text())
+        assert (of_loss["step"], of_loss["rank"], of_loss["nonfinite_ranks"]) == (2, rank, [1])
+        # Rank 1's alone, but the reduction has spread it: both ranks hold it, and neither can tell.
+        assert (of_gradient["step"], of_gradient["rank"], of_gradient["nonfinite_ranks"]) == (4, rank, None)
+        assert of_gradient["parameters"] == ["layer.weight"]
