@@ -140,6 +140,8 @@ def apply(trainer: Trainer, loaded: Loaded) -> None:
     )
     _apply_ledger(trainer, loaded.run["ledger"])
     context.infra_events.extend(loaded.run["infra_events"])
+    if (experiment := loaded.run.get("experiment")) is not None:
+        context.scratch["experiment"] = experiment
     context.rates.clear()
     context.rates.extend((int(s), p, a) for s, p, a in decode(loaded.own["rates"]))
     context.history.clear()
@@ -179,6 +181,7 @@ def _run_facts(
         "ledger": None if context.ledger is None else context.ledger.state_dict(),
         "quarantined": [] if context.ledger is None else sorted(context.ledger.active),
         "inexact": [*cursor_problems(trainer), *state_problems(trainer)],
+        "experiment": context.scratch.get("experiment"),
         "config": None if config is None else redact(config),
     }
     plain: dict[str, Any] = json.loads(to_json(facts))

@@ -116,7 +116,7 @@ def publish(
         status=status.status,
         reason=status.reason,
         since_step=status.since_step,
-        extra={"code": revision["code"]},
+        extra={"code": revision["code"], "experiment": part.run.get("experiment")},
     )
     seconds = time.monotonic() - begun
     try:

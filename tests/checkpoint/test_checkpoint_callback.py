@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def test_contents_say_where_they_come_from(tmp_path: Path) -> None:
     assert sorted(checkpoint.manifest.files) == ["model.pt", "optimizer.pt", "rank-00000.pt", "run.json"]
     assert (checkpoint.manifest.step, checkpoint.manifest.world_size) == (5, 1)
     assert checkpoint.manifest.tokens == 20  # samples stand in where a batch has no tokens
-    assert checkpoint.manifest.versions["torch"] == torch.__version__.split("+")[0] or torch.__version__
+    assert checkpoint.manifest.versions["torch"] == version("torch")
     run = store.load_json(checkpoint, "run.json")
     assert run["config"] == {
         "model": {"width": 16},
@@ -286,6 +287,16 @@ def test_a_resumed_state_is_known_good_in_memory_only_if_its_checkpoint_is(tmp_p
         parts = suite(tmp_path, resume=resume, every_n_steps=0)
         _, trainer = fit([*parts[:2], Rollback(), parts[2]], max_steps=10)
         assert [(s.step, s.known_good) for s in context_of(trainer).snapshots] == [(step, good)]
+
+
+def test_a_permanent_change_of_the_run_is_named_in_its_checkpoints(tmp_path: Path) -> None:
+    begin = At(6, lambda trainer: context_of(trainer).scratch.update(experiment="lr-1-6"))
+    fit([begin, *suite(tmp_path, every_n_steps=4, probation_steps=1, keep=9)], max_steps=10)
+    found = {c.step: c.manifest.extra["experiment"] for c in store_of(tmp_path).checkpoints()}
+    assert found == {4: None, 8: "lr-1-6"}
+    _, trainer = fit(suite(tmp_path), max_steps=10)
+    assert context_of(trainer).restart_step == 8
+    assert context_of(trainer).scratch["experiment"] == "lr-1-6"
 
 
 def test_resume_from_a_path_and_from_the_latest(tmp_path: Path) -> None:
