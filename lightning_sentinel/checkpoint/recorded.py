@@ -16,16 +16,21 @@ class Recorded:
     last_step: Newest step in that attempt.
     steps: The first recorded steps after the checkpoint on its own path, by step.
     incidents: The newest state of each incident, by number.
+    rate_changes: Steps at which a learning rate left its path; -1 where the run was changed on purpose.
     """
 
     attempt: int = -1
     last_step: int = -1
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     incidents: dict[int, dict[str, Any]] = field(default_factory=dict)
+    rate_changes: set[int] = field(default_factory=set)
 
 
-def read_recorded(run_dir: Path | None, rank: int, *, step: int, attempt: int, steps: int) -> Recorded:
-    """Read this rank's journal once. ``steps`` says how many steps from ``step`` on are kept for the comparison."""
+def read_recorded(run_dir: Path | None, rank: int, *, step: int, attempt: int | None, steps: int) -> Recorded:
+    """Read this rank's journal once. ``steps`` says how many steps from ``step`` on are kept for the comparison.
+
+    ``attempt=None``: of whichever attempt passed a step last.
+    """
     found = Recorded()
     if run_dir is None:
         return found
@@ -38,13 +43,17 @@ def read_recorded(run_dir: Path | None, rank: int, *, step: int, attempt: int, s
     return found
 
 
-def _take(found: Recorded, event: dict[str, Any], step: int, attempt: int, steps: int) -> None:
+def _take(found: Recorded, event: dict[str, Any], step: int, attempt: int | None, steps: int) -> None:
     name = event["event"]
     if name == "step":
         key = (int(event["attempt"]), int(event["step"]))
         if key > (found.attempt, found.last_step):
             found.attempt, found.last_step = key
-        if key[0] == attempt and step <= key[1] < step + steps:
+        if attempt in (None, key[0]) and step <= key[1] < step + steps:
             found.steps[key[1]] = event
+    elif name == "lr.changed":
+        found.rate_changes.add(int(event["step"]))
+    elif name.startswith("experiment."):
+        found.rate_changes.add(-1)
     elif name.startswith("incident.") and isinstance(event.get("incident"), dict):
         found.incidents[int(event["incident"]["number"])] = event["incident"]

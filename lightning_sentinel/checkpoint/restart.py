@@ -10,7 +10,7 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..incidents import Finding, FindingKind, Severity
@@ -102,6 +102,18 @@ def differences(saved: Plan, live: Plan, step: int, *, compare_rates: bool = Tru
             )
         )
     return findings
+
+
+def rates_finding(step: int, recorded: Sequence[float], live: Sequence[float]) -> Finding:
+    """The rates are not those that the journal has at this step. An alarm: the plan may have been changed on purpose."""
+    finding = _finding(
+        "scheduler",
+        step,
+        f"the learning rates are {list(live)}, the journal has {list(recorded)} at this step",
+        {"saved_rates": list(recorded), "live_rates": list(live)},
+        _distance([recorded], [live]),
+    )
+    return replace(finding, severity=Severity.ALARM)
 
 
 def cursor_finding(

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 
+from ..callbacks.base import gather_objects
 from ..context import context_of
 from ..incidents import Finding, FindingKind, Incident, IncidentStatus, Severity
+from ..journal import number
 from .contents import Loaded, batch_ids, load
+from .manifest import Status
 from .recorded import Recorded, read_recorded
-from .restart import DETECTOR, Plan, cursor_finding, differences, ids_agree
+from .restart import DETECTOR, Plan, cursor_finding, differences, ids_agree, rates_finding
 from .store import CheckpointError, CheckpointStore
 
 log = logging.getLogger("lightning_sentinel")
@@ -29,6 +34,7 @@ class ResumedRun:
         recorded: What its journal says about the steps from here on.
         loaded: The suite's checkpoint, or None after a resume by Lightning's own means.
         next_ids: Ids of samples that had been fetched ahead, if any.
+        plan: Schedule and rates in the suite's checkpoint of the very step at which Lightning's own means have resumed.
         validated: Set when a validation has run since: the user's own schedules may have moved rightly.
     """
 
@@ -36,6 +42,7 @@ class ResumedRun:
     loaded: Loaded | None = None
     next_ids: list[str] = field(default_factory=list)
     validated: bool = False
+    plan: Plan | None = None
     _fresh: bool = True
     _differences: list[float] = field(default_factory=list)
 
@@ -55,14 +62,18 @@ class ResumedRun:
     def from_lightning(cls, trainer: Trainer, store: CheckpointStore, steps: int) -> ResumedRun:
         """After ``fit(ckpt_path=...)``: what the suite's own records of this run folder say comes next."""
         step, rank = trainer.global_step, trainer.global_rank
-        found = cls(read_recorded(context_of(trainer).run_dir, rank, step=step, attempt=0, steps=steps))
+        found = cls(read_recorded(context_of(trainer).run_dir, rank, step=step, attempt=None, steps=steps))
         for checkpoint in reversed(store.checkpoints()):
             if checkpoint.step != step or checkpoint.manifest.world_size != trainer.world_size:
                 continue
             try:
-                found.next_ids = load(store, checkpoint, rank).next_sample_ids
+                saved = load(store, checkpoint, rank)
             except CheckpointError as error:
                 log.warning("checkpoint %s can't be compared with: %s", checkpoint.path.name, error)
+            else:
+                found.next_ids = saved.next_sample_ids
+                if checkpoint.status.status is not Status.POISONED:
+                    found.plan = Plan.of(saved.snapshot.optimizers, saved.snapshot.schedulers, saved.snapshot.precision)
             break
         return found
 
@@ -71,8 +82,8 @@ class ResumedRun:
         assert self.loaded is not None
         context, step = context_of(trainer), self.loaded.snapshot.step
         known = {incident.number for incident in context.incidents}
-        for number, data in sorted(self.recorded.incidents.items()):
-            if number in known:
+        for recorded, data in sorted(self.recorded.incidents.items()):
+            if recorded in known:
                 continue
             incident = Incident.from_dict(data)
             if incident.is_open:
@@ -101,14 +112,14 @@ class ResumedRun:
         return self._compare_plan(trainer) + self._compare_cursor(trainer, batch)
 
     def _compare_plan(self, trainer: Trainer) -> list[Finding]:
-        if self.loaded is None:
-            return []
-        snapshot = self.loaded.snapshot
         live = Plan.of(
             [o.state_dict() for o in trainer.optimizers],
             [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
             trainer.precision_plugin.state_dict(),
         )
+        if self.loaded is None:
+            return self._compare_schedule(trainer, live)
+        snapshot = self.loaded.snapshot
         # A plateau schedule, and one that the user's own hooks step, may have moved at the end of an epoch.
         crossed = trainer.current_epoch != self.loaded.run["epoch"] or self.validated
         own_schedule = not trainer.lightning_module.automatic_optimization or any(
@@ -116,6 +127,28 @@ class ResumedRun:
         )
         saved = Plan.of(snapshot.optimizers, snapshot.schedulers, snapshot.precision)
         return differences(saved, live, trainer.global_step, compare_rates=not (crossed and own_schedule))
+
+    def _compare_schedule(self, trainer: Trainer, live: Plan) -> list[Finding]:
+        """After a resume by Lightning's own means: against the suite's checkpoint of this step, else the journal.
+
+        Only where a schedule alone sets the rates and moves with the steps: elsewhere a difference may well be right.
+        """
+        schedules = trainer.lr_scheduler_configs
+        by_steps = all(c.interval == "step" and not c.reduce_on_plateau for c in schedules)
+        if not schedules or not by_steps or not trainer.lightning_module.automatic_optimization:
+            return []
+        found: list[Finding] = []
+        step, changes = trainer.global_step, self.recorded.rate_changes
+        rates = [rate for group in live.rates for rate in group]
+        before = (self.recorded.steps.get(step) or {}).get("lr")
+        if self.plan is not None:
+            # scale and updates may be of another pass over these steps; the schedule is the same in all of them
+            found = differences(replace(self.plan, scale=live.scale, updates=live.updates), live, step)
+        elif isinstance(before, list) and not changes & {-1, step} and not _close(rates, before):
+            found = [rates_finding(step, [number(rate) for rate in before], rates)]
+        # every rank journals alike, but a rank's own file may be gone
+        told: list[Finding] = gather_objects(trainer, [found] if trainer.is_global_zero else [])[0]
+        return told
 
     def _compare_cursor(self, trainer: Trainer, batch: Any) -> list[Finding]:
         """Is the first batch the one that was fetched ahead, or that the journal recorded? All ranks hear of all."""
@@ -179,3 +212,8 @@ class ResumedRun:
                 unit="relative",
             )
         ]
+
+
+def _close(rates: Sequence[float], recorded: Sequence[Any]) -> bool:
+    pairs = zip(rates, map(number, recorded), strict=False)
+    return len(rates) == len(recorded) and all(math.isclose(a, b, rel_tol=1e-6) for a, b in pairs)

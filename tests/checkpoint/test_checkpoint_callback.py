@@ -373,6 +373,23 @@ def test_an_optimizer_that_jumped_is_named(culprit: str, strike: Any, tmp_path: 
     assert {f.severity for f in findings[1:]} <= {Severity.ALARM}
 
 
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.parametrize("known_by", ["checkpoint", "journal"])
+def test_a_schedule_that_jumped_is_named_after_a_resume_by_lightning(known_by: str, tmp_path: Path) -> None:
+    fit(suite(tmp_path, every_n_steps=8, write_lightning_ckpt=True), max_steps=10)
+    file = (tmp_path / "checkpoints" / "step-00000008" / "lightning.ckpt").rename(tmp_path / "eight.ckpt")
+    store_of(tmp_path).checkpoints()[0].path.rename(tmp_path / "away") if known_by == "journal" else None
+    for strike, jumped in ((lambda trainer: None, False), (reset_scheduler, True)):
+        gate = Gate()
+        fit([At(8, strike), gate, *suite(tmp_path, every_n_steps=0)], seeds=3, ckpt_path=file, max_steps=9)
+        found = [f for f in gate.findings if f.culprits == ("scheduler",)]
+        assert len(found) == jumped
+    severity = Severity.INCIDENT if known_by == "checkpoint" else Severity.ALARM
+    assert (found[0].kind, found[0].severity, found[0].step) == (FindingKind.RESTART_JUMP, severity, 8)
+    assert found[0].evidence["saved_rates"] == [pytest.approx(9e-3)]
+    assert found[0].evidence["live_rates"] == [1e-2]
+
+
 def test_nothing_is_found_after_a_healthy_restart(tmp_path: Path) -> None:
     findings, _, _ = restarted(tmp_path, lambda trainer: None)
     assert findings == []
