@@ -19,7 +19,7 @@ from ..incidents import Finding, FindingKind, Severity
 from ..record import StepRecord
 from ..state import lightning_private as _private
 from ..triage.armed import ArmedStep
-from ..triage.nonfinite import TraceReport, trace_nonfinite
+from ..triage.nonfinite import TraceReport, first_bad_boundary, trace_nonfinite
 from ..triage.origin import Range, is_bad
 from ..triage.replay import ReplayUnavailableError, block_paths, local
 from ..triage.sandbox import is_replaying
@@ -303,6 +303,9 @@ class NonFiniteTracer(SentinelCallback):
             message = "Every gradient of the armed step was finite."
             self.context(trainer).write(trainer, "triage.anomaly", found=False, message=message)
             return
+        window = self.context(trainer).window
+        # A value made in the forward meets the backward near the loss; the boundaries are nearer to where it was made.
+        _, boundary = (first_bad_boundary(window) if window is not None else None) or (0, "")
         message = f"The backward of {origin.node} gave a non-finite gradient; its forward ran in: " + (
             " | ".join(origin.lines[-3:]) or "no line of the user's code"
         )
@@ -313,6 +316,7 @@ class NonFiniteTracer(SentinelCallback):
             node=origin.node,
             lines=list(origin.lines),
             micro_batch=origin.micro_batch,
+            boundary=boundary,
             message=message,
         )
         log.warning(message)

@@ -218,6 +218,14 @@ def test_a_value_that_reaches_the_loss_is_left_to_the_trace() -> None:
     assert len(tracer.reports) == 1
 
 
+class Skips(L.Callback):
+    """Keeps updates that are not finite out of the weights."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if any(not p.grad.isfinite().all() for p in pl_module.parameters() if p.grad is not None):
+            optimizer.zero_grad()
+
+
 @pytest.mark.parametrize(("accumulate", "manual"), [(1, False), (2, False), (1, True)])
 def test_the_step_after_a_non_finite_one_is_armed_where_nothing_is_replayed(accumulate: int, manual: bool) -> None:
     class Again(Net):
@@ -226,11 +234,6 @@ def test_the_step_after_a_non_finite_one_is_armed_where_nothing_is_replayed(accu
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             batch["x"][:, -1] = float(self.trainer.global_step in (3, 4))
             return super().training_step(batch, batch_idx)
-
-    class Skips(L.Callback):
-        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-            if any(not p.grad.isfinite().all() for p in pl_module.parameters() if p.grad is not None):
-                optimizer.zero_grad()
 
     prints, listens, tracer = [], Listens(), NonFiniteTracer(anomaly=True, replay=False)
     for callbacks in ([RankTelemetry(), Skips()], [listens, tracer, RankTelemetry(), Skips()]):
@@ -243,8 +246,21 @@ def test_the_step_after_a_non_finite_one_is_armed_where_nothing_is_replayed(accu
     assert (first, found["found"], second, finite["found"]) == (4, True, 5, False)
     assert found["node"] == "SqrtBackward0"
     assert "z.sqrt()" in found["lines"][-1]
-    assert found["micro_batch"] == 0
+    assert (found["micro_batch"], found["boundary"]) == (0, "")
     assert not torch.is_anomaly_enabled()
+
+
+def test_an_armed_step_also_names_the_first_bad_boundary() -> None:
+    class Again(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            batch["x"][:, -1] = float(self.trainer.global_step >= 3)
+            return super().training_step(batch, batch_idx)
+
+    listens = Listens()
+    callbacks = [listens, NonFiniteTracer(anomaly=True, replay=False, max_traces=1), RankTelemetry(), Skips()]
+    fit(Again("root"), callbacks, steps=7)
+    [(step, found)] = listens.events.of("triage.anomaly")  # as often as max_traces says
+    assert (step, found["boundary"]) == (4, "blocks.1.mixer")
 
 
 def test_without_a_replay_the_verdict_is_open() -> None:
