@@ -354,6 +354,8 @@ class IncidentResponse(SentinelCallback):
             reasons |= dict.fromkeys((Action.ROLLBACK_REPLAY, Action.ROLLBACK_SKIP), why)
         elif why is not None:
             reasons |= dict.fromkeys(NEEDS_ROLLBACK, why)
+        if rollback is not None and (problem := rollback.replay_problem(trainer, since)) is not None:
+            reasons.setdefault(Action.ROLLBACK_REPLAY, problem)
         loaders = _loaders(trainer)
         if not any(hasattr(loader, "exclude") for loader in loaders):
             names = ", ".join(sorted({type(loader).__name__ for loader in loaders}))
