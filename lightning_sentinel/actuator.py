@@ -12,6 +12,7 @@ from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 
 from .context import RunContext, context_of
+from .state.lightning_private import scaler_of
 
 log = logging.getLogger("lightning_sentinel")
 
@@ -59,7 +60,7 @@ class Actuator:
         context_of(trainer).held = True
         self._keep_scale(trainer)
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if getattr(trainer.precision_plugin, "scaler", None) is not None and fused:
+        if scaler_of(trainer) is not None and fused:
             # GradScaler insists on gradients with a fused optimizer: the step pre-hook raises the optimizer's own flag.
             self._skip_fused = True
         else:
@@ -132,7 +133,7 @@ class Actuator:
 
     def _keep_scale(self, trainer: Trainer) -> None:
         """A held step leaves the loss scale as it is, too."""
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scaler = scaler_of(trainer)
         if scaler is not None:
             self._scaler_state = dict(scaler.state_dict())
 
@@ -142,7 +143,7 @@ class Actuator:
 
     def finish_batch(self, trainer: Trainer) -> None:
         """Changes of the scaler that can only be made after its own update."""
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scaler = scaler_of(trainer)
         if scaler is not None and self._scaler_state is not None:
             scaler.load_state_dict(self._scaler_state)
         if scaler is not None and self._new_scale is not None:

@@ -11,12 +11,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
 from ..data.identity import IGNORE_INDEX, Part, SampleIdFn, has_own_ids, is_integer, parts, sample_ids
 from ..data.seen import SeenSamples
 from ..incidents import Finding, FindingKind, Severity
+from ..state.lightning_private import train_loaders
 from .base import SentinelCallback, ledger_of
 
 NAMED = 8  # samples written out in a message
@@ -123,9 +123,7 @@ class BatchValidator(SentinelCallback):
         # who was quarantined in an earlier run of this folder, or by a person since, is not drawn
         context = self.context(trainer)
         if context.ledger is not None and context.ledger.active:
-            loaders = trainer.train_dataloader
-            loaders = list(loaders.flattened) if isinstance(loaders, CombinedLoader) else [loaders]
-            for problem in context.ledger.apply(loaders):
+            for problem in context.ledger.apply(train_loaders(trainer)):
                 context.write(trainer, "quarantine.refused", reason=problem)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

@@ -18,6 +18,7 @@ from ..incidents import Action, Finding, FindingKind, Incident, IncidentStatus, 
 from ..policy import NEEDS_ROLLBACK, REPORT_ONLY, Choice, Policy, Situation, case_of
 from ..record import StepRecord
 from ..recovery import IncidentWatch
+from ..state.lightning_private import scaler_of, train_loaders
 from .base import SentinelCallback, find_callback, gather_objects, ledger_of
 from .batch_validator import BatchValidator
 from .forensic_checkpoint import ForensicCheckpoint
@@ -242,7 +243,7 @@ class IncidentResponse(SentinelCallback):
             watch.examined_answers = watch.answers
         verdict = incident.verdict
         neutralised = bool(findings) and all(bool(f.evidence.get("neutralised")) for f in findings)
-        scaled = _has_scaler(trainer)
+        scaled = scaler_of(trainer) is not None
         watch.case = case_of(verdict, incident.kinds | kinds, neutralised=neutralised, scaled=scaled)
         since = verdict.since_step if verdict.since_step is not None else incident.since_step
         watch.before = [p for p in watch.before if p.step < since]
@@ -356,7 +357,7 @@ class IncidentResponse(SentinelCallback):
             reasons |= dict.fromkeys(NEEDS_ROLLBACK, why)
         if rollback is not None and (problem := rollback.replay_problem(trainer, since)) is not None:
             reasons.setdefault(Action.ROLLBACK_REPLAY, problem)
-        loaders = _loaders(trainer)
+        loaders = train_loaders(trainer)
         if not any(hasattr(loader, "exclude") for loader in loaders):
             names = ", ".join(sorted({type(loader).__name__ for loader in loaders}))
             reasons.setdefault(Action.ROLLBACK_SKIP, f"{names} has no exclude(names), so nothing can be left out")
@@ -364,7 +365,7 @@ class IncidentResponse(SentinelCallback):
         saved = checkpoint.saved_schedule(trainer) if checkpoint is not None else None
         if saved is None and not any(s.params is not None and s.step <= since for s in context.snapshots):
             reasons[Action.RESTORE_OPTIMIZER] = "neither a snapshot nor a checkpoint holds an older optimizer state"
-        if getattr(trainer.precision_plugin, "scaler", None) is None:
+        if scaler_of(trainer) is None:
             reasons[Action.LOWER_LOSS_SCALE] = "there is no loss scale"
         return reasons
 
@@ -505,7 +506,7 @@ class IncidentResponse(SentinelCallback):
         ledger = ledger_of(trainer)
         ledger.add(names, step=step, incident=incident.number, policy=self.policy.mode, reason=reason)
         self._announce_exclusion(trainer, incident, names, reason)
-        for problem in ledger.apply(_loaders(trainer)):
+        for problem in ledger.apply(train_loaders(trainer)):
             self.context(trainer).write(trainer, "quarantine.refused", reason=problem)
             log.warning("incident %d: %s", incident.number, problem)
 
@@ -588,7 +589,7 @@ class IncidentResponse(SentinelCallback):
     @staticmethod
     def _scaler_handles(trainer: Trainer, record: StepRecord) -> bool:
         """A fp16 overflow (finite loss, non-finite gradients under a scaler) is skipped by the scaler itself."""
-        return _has_scaler(trainer) and not record.column("nonfinite_loss").any()
+        return scaler_of(trainer) is not None and not record.column("nonfinite_loss").any()
 
     # -------------------------------------------------------------------------------------------------------- state
 
@@ -649,15 +650,3 @@ def _verdict_from_findings(incident: Incident, record: StepRecord) -> Verdict:
     else:
         kind, samples = VerdictKind.UNDETERMINED, ()
     return Verdict(kind, culprits, "from the findings alone", incident.since_step, sample_ids=samples)
-
-
-def _has_scaler(trainer: Trainer) -> bool:
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    return scaler is not None and bool(scaler.is_enabled())
-
-
-def _loaders(trainer: Trainer) -> list[Any]:
-    from lightning.pytorch.utilities.combined_loader import CombinedLoader
-
-    loaders = trainer.train_dataloader
-    return list(loaders.flattened) if isinstance(loaders, CombinedLoader) else [loaders]

@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 from ..detectors.loss_scale import LossScale
 from ..incidents import Finding
 from ..record import StepRecord
+from ..state.lightning_private import scaler_of
+from ..state.tree import local
 from .base import DetectorCallback
 
 # Names written for one overflow; a large model that overflows everywhere would fill the journal otherwise.
@@ -23,8 +25,8 @@ MAX_NAMES = 32
 
 def live_scaler(trainer: Trainer) -> torch.amp.GradScaler | None:
     """The Trainer's enabled ``GradScaler``, or None."""
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    return scaler if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() else None
+    scaler = scaler_of(trainer)
+    return scaler if isinstance(scaler, torch.amp.GradScaler) else None
 
 
 def nonfinite_parameters(module: torch.nn.Module, optimizer: Optimizer) -> list[str]:
@@ -41,8 +43,7 @@ def nonfinite_parameters(module: torch.nn.Module, optimizer: Optimizer) -> list[
 def _values(grad: Tensor) -> Tensor:
     if grad.is_sparse:
         return grad.coalesce().values()
-    local: Tensor = getattr(grad, "_local_tensor", grad)
-    return local
+    return local(grad)
 
 
 def skipped_by_scaler(trainer: Trainer, optimizer: Optimizer) -> bool:

@@ -18,10 +18,11 @@ from torch.utils.hooks import RemovableHandle
 from ..incidents import Finding, FindingKind, Severity
 from ..record import StepRecord
 from ..state import lightning_private as _private
+from ..state.tree import local
 from ..triage.armed import ArmedStep
 from ..triage.nonfinite import TraceReport, first_bad_boundary, trace_nonfinite
 from ..triage.origin import Range, is_bad
-from ..triage.replay import ReplayUnavailableError, block_paths, local
+from ..triage.replay import ReplayUnavailableError, block_paths
 from ..triage.sandbox import is_replaying
 from ..triage.window import ensure_capture, tensors
 from .base import SentinelCallback, find_callback

@@ -20,6 +20,8 @@ from ..data.identity import sample_ids, supervised_token_count, token_count
 from ..detectors.nonfinite import NonFinite
 from ..incidents import Finding, Severity
 from ..record import SIGNAL_INDEX, SIGNALS, SOURCE_LOSS, SOURCE_TOKENS, StepRecord, source_signals
+from ..state.lightning_private import scaler_of, train_loaders
+from ..state.tree import local
 from .base import SentinelCallback, gather_objects
 
 log = logging.getLogger("lightning_sentinel")
@@ -39,13 +41,6 @@ def token_probability(loss_nats: float) -> float:
         (0.129, 0.055)
     """
     return math.exp(-loss_nats) if not math.isnan(loss_nats) else math.nan
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor as it is."""
-    part = getattr(tensor, "_local_tensor", tensor)
-    assert isinstance(part, Tensor)
-    return part
 
 
 def gradients(optimizer: Optimizer) -> list[Tensor]:
@@ -204,7 +199,7 @@ class RankTelemetry(SentinelCallback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         value = loss.detach().float()
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scaler = scaler_of(trainer)
         if scaler is not None:
             value = value / scaler._get_scale_async()
         if pl_module.automatic_optimization:
@@ -255,7 +250,7 @@ class RankTelemetry(SentinelCallback):
         else:
             for finding in findings:
                 context.write(trainer, "finding", finding=finding.to_dict())
-        skipped_by_scaler = bool(record.column("nonfinite_grads").any()) and _has_scaler(trainer)
+        skipped_by_scaler = bool(record.column("nonfinite_grads").any()) and scaler_of(trainer) is not None
         applied = self._has_grads and not context.held and not skipped_by_scaler
         context.applied_steps += applied
         if not applied:
@@ -316,7 +311,7 @@ class RankTelemetry(SentinelCallback):
         """This rank's row, ``[n_signals]`` float64 on the device: host numbers in one copy, the rest stays there."""
         n = len(self._losses)
         loss, supervised, tokens, bad = self._window_totals(device)
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scaler = scaler_of(trainer)
         host = torch.tensor(
             [step_seconds, self._data_seconds, float(invalid), float(no_grads and n > 0), 1.0],
             dtype=torch.float64,
@@ -470,7 +465,7 @@ class RankTelemetry(SentinelCallback):
         }
         if self.vocabulary_size is not None:
             metrics["nats_below_uniform"] = math.log(self.vocabulary_size) - fields["loss"]
-        if _has_scaler(trainer):
+        if scaler_of(trainer) is not None:
             metrics["loss_scale"] = fields["loss_scale"]
         metrics |= {f"loss/{s}": v for s, v in fields["sources"].items()}
         named = {f"sentinel/{k}": float(v) for k, v in metrics.items() if not math.isnan(v)}
@@ -512,15 +507,10 @@ def _stack(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device=device)
 
 
-def _has_scaler(trainer: Trainer) -> bool:
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    return scaler is not None and scaler.is_enabled()
-
-
 def _scale_of_gradients(trainer: Trainer, optimizer: Optimizer) -> Tensor | float:
     """What the gradients at the gate are still multiplied by: 1 unless a fused optimizer unscales by itself."""
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    if scaler is not None and scaler.is_enabled() and getattr(optimizer, "_step_supports_amp_scaling", False):
+    scaler = scaler_of(trainer)
+    if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
         scale: Tensor = scaler._get_scale_async().double().reshape(())
         return scale
     return 1.0
@@ -546,8 +536,8 @@ def _all_gather(trainer: Trainer, row: Tensor) -> Tensor:
 
 
 def _loader_sources(trainer: Trainer) -> Sequence[str]:
-    loader = trainer.train_dataloader
-    sources = getattr(loader, "sources", ())
+    """Sources of the first training loader that has any."""
+    sources = next((loader.sources for loader in train_loaders(trainer) if hasattr(loader, "sources")), ())
     return [str(getattr(s, "name", s)) for s in sources]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..record import StepRecord
-from .replay import local
+from ..state.tree import local
 
 if TYPE_CHECKING:
     from ..state.snapshot import Snapshot

@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 from ..context import context_of
 from ..record import StepRecord
 from ..state import lightning_private as _private
+from ..state.tree import local
 from .origin import TRAINING_STEP, Origin, is_bad
 from .peers import Peers
-from .replay import ReplayResult, ReplayUnavailableError, local, replay
+from .replay import ReplayResult, ReplayUnavailableError, replay
 from .window import MicroBatch, StepWindow, tensors
 
 NOT_REPRODUCED, REDUCTION, OPTIMIZER_STATE = "not_reproduced", "reduction", "optimizer_state"

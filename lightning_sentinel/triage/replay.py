@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 
 from ..context import context_of
 from ..state import lightning_private as _private
+from ..state.tree import local
 from .sandbox import StepReachedError, sandbox
 from .window import StepWindow, tensors
 
@@ -76,11 +77,6 @@ class ReplayResult:
     @property
     def _norm_is_bad(self) -> bool:
         return self.grads is not None and math.isnan(self.grad_norm)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor as it is."""
-    return getattr(tensor, "_local_tensor", tensor)
 
 
 def block_paths(module: nn.Module, patterns: Sequence[str] | str = "auto") -> list[str]:

@@ -25,6 +25,7 @@ from ..context import context_of
 from ..incidents import Experiment, Finding, FindingKind, Incident, Verdict, VerdictKind
 from ..record import StepRecord
 from ..state import lightning_private as _private
+from ..state.tree import local
 from . import experiments as ex
 from .nonfinite import (
     NOT_REPRODUCED,
@@ -37,7 +38,7 @@ from .nonfinite import (
 )
 from .origin import is_bad
 from .peers import Peers
-from .replay import ReplayResult, ReplayUnavailableError, block_paths, local, replay
+from .replay import ReplayResult, ReplayUnavailableError, block_paths, replay
 from .window import MicroBatch, StepWindow, healthy_windows, tensors
 
 if TYPE_CHECKING:
