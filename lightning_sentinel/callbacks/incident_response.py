@@ -455,7 +455,7 @@ class IncidentResponse(SentinelCallback):
         self, trainer: Trainer, record: StepRecord, verdict: Verdict, case: str, action: Action
     ) -> tuple[str, ...]:
         """What shall not be drawn again: ``sample:<id>`` and ``source:<name>``, the same on every rank."""
-        if action in (Action.NONE, Action.STOP):
+        if action in (Action.NONE, Action.STOP) or self.policy.mode != "recover":
             return ()
         if case == "data/source":
             return tuple(c for c in verdict.culprits if c.startswith("source:"))

@@ -78,6 +78,24 @@ def test_a_reproducible_nan_never_reaches_weights_moments_or_buffers(mode: str) 
     assert [e["applied"] for e in sink.steps()] == [True] * 30 + [False]
 
 
+def test_guard_keeps_the_update_out_and_quarantines_nobody() -> None:
+    class Alarm(L.Callback):
+        """Names a bad sample at step 30."""
+
+        def observe(self, record: StepRecord) -> list[Finding]:
+            if record.step != 30:
+                return []
+            return [Finding(FindingKind.INVALID_BATCH, "alarm", 30, 1.0, 0.0, "bad", culprits=("sample:s120",))]
+
+    answered = {}
+    for mode in ("guard", "recover"):
+        trainer, sink = fit(net(gains={30: NAN}), [Alarm(), *suite(mode=mode)], max_steps=33)
+        (incident,) = incidents(trainer)
+        assert (incident.verdict.kind, [a["action"] for a in incident.actions]) == ("data", ["skip_step"])
+        answered[mode] = [e["names"] for e in sink.named("quarantine.added")]
+    assert answered == {"guard": [], "recover": [["sample:s120"]]}
+
+
 def test_a_transient_nan_is_tried_again_and_leaves_no_trace() -> None:
     clean, module = net(), net(gains={30: NAN}, once=True)
     fit(clean, [])
