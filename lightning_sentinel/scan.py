@@ -12,13 +12,11 @@ Example:
 
 from __future__ import annotations
 
-import argparse
 import csv
 import difflib
 import json
 import math
 import re
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -38,7 +36,6 @@ DETECTORS: Mapping[str, type[Any]] = {
     "rank_outlier_detector": RankOutlier,
     "loss_scale_monitor": LossScale,
 }
-OK, FOUND, USAGE = 0, 1, 2
 # Rows without a finding after which an episode is over (an open spike keeps it open).
 QUIET_ROWS = 25
 MAX_PROBLEMS_SHOWN = 10
@@ -728,69 +725,8 @@ def _known(name: str, names: Sequence[str], what: str) -> str:
     raise ValueError(f"there is no {what} {name!r}; {'nearest: ' + near[0] if near else 'known: ' + ', '.join(names)}.")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to a parser."""
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="log file or run folder")
-    parser.add_argument("--step", metavar="COLUMN", help="column of the step (default: guessed)")
-    parser.add_argument("--loss", metavar="COLUMN", help="column of the training loss (default: guessed)")
-    parser.add_argument("--grad-norm", metavar="COLUMN", help="column of the gradient norm (default: guessed)")
-    parser.add_argument("--loss-scale", metavar="COLUMN", help="column of the fp16 loss scale (default: guessed)")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a threshold by its name in Hydra, e.g. callbacks.spike_detector.threshold=10; repeatable",
-    )
-    parser.add_argument("--follow", action="store_true", help="go on reading as the (one) file grows")
-    parser.add_argument(
-        "--idle", type=float, metavar="SECONDS", help="with --follow: stop when nothing new has come for so long"
-    )
-    parser.add_argument(
-        "--png", type=Path, metavar="PATH", help="write an annotated picture (a folder for several files)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Scan the files; 0 nothing found, 1 alarms or incidents found.
-
-    Raises:
-        ValueError, OSError: Wrong usage or unreadable input.
-    """
-    if args.follow and len(args.files) > 1:
-        raise ValueError(f"--follow takes one file, found {len(args.files)}.")
-    overrides = parse_overrides(args.set)
-    Watch(overrides)  # a value out of bounds is an error before anything is read
-    results = []
-    for path in args.files:
-        wanted = Columns(args.step, args.loss, args.grad_norm, args.loss_scale)
-        reader = LogReader(path, wanted, follow=args.follow, idle_seconds=args.idle)
-        scanner = Scanner(reader, Watch(overrides), keep=args.png is not None)
-        try:
-            for finding in scanner:
-                if args.follow and not args.json:
-                    print(_line(finding), flush=True)
-        except KeyboardInterrupt:
-            if not args.follow:
-                raise
-        result = scanner.finish()
-        results.append(result)
-        if not args.json:
-            print(summary(result))
-        if args.png is not None:
-            target = args.png
-            if len(args.files) > 1 or target.is_dir():
-                target.mkdir(parents=True, exist_ok=True)
-                target = target / f"{len(results):03d}-{path.name}.png"
-            draw(result, target)
-    found = any(r.episodes for r in results)
-    if args.json:
-        print(json.dumps({"schema": 1, "found": found, "files": [_json_safe(r.to_dict()) for r in results]}, indent=1))
-    return FOUND if found else OK
-
-
-def _line(finding: Finding) -> str:
+def finding_line(finding: Finding) -> str:
+    """A finding on one line."""
     return f"  {finding.severity!s:8} {str(finding.kind).replace('_', ' '):18} {finding.message}"
 
 
@@ -812,31 +748,7 @@ def summary(result: Scan) -> str:
             f"{episode.severity!s:8} {episode.number}: {str(episode.kind).replace('_', ' ')} at step {episode.opened_step}"
             f" (since step {episode.since_step}{until})"
         )
-        lines.extend(_line(f) for f in episode.findings)
+        lines.extend(finding_line(f) for f in episode.findings)
     if not result.episodes:
         lines.append("  nothing found")
     return "\n".join(lines)
-
-
-def _json_safe(value: Any) -> Any:
-    """Non-finite numbers as strings, so that the result is JSON everywhere."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
-    if isinstance(value, Mapping):
-        return {k: _json_safe(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json_safe(v) for v in value]
-    return value
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """``lightning-sentinel scan``; returns the exit status: 0 nothing found, 1 found, 2 wrong usage or unreadable."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-sentinel scan", description="Run the default detectors over a finished or growing log."
-    )
-    add_arguments(parser)
-    try:
-        return run(parser.parse_args(argv))
-    except (ValueError, OSError) as error:
-        print(f"lightning-sentinel scan: {error}", file=sys.stderr)
-        return USAGE

@@ -27,7 +27,7 @@ def write_csv(path, losses, header="step,loss", steps=None):
 
 
 def test_a_healthy_log(tmp_path, capsys):
-    assert scan.main([str(write_csv(tmp_path / "a.csv", curve()))]) == 0
+    assert cli(["scan", str(write_csv(tmp_path / "a.csv", curve()))]) == 0
     text = capsys.readouterr().out
     assert "csv, 400 rows, steps 0 to 399 (step=step, loss=loss, grad_norm=-, loss_scale=-)" in text
     assert "nothing found" in text
@@ -43,7 +43,7 @@ def test_a_spike_through_the_command_line(tmp_path, capsys):
 
 def test_json_for_machines(tmp_path, capsys):
     path = write_csv(tmp_path / "a.csv", curve(shift=300))
-    assert scan.main([str(path), "--json"]) == 1
+    assert cli(["scan", str(path), "--json"]) == 1
     data = json.loads(capsys.readouterr().out)
     assert data["schema"] == 1
     assert data["found"] is True
@@ -76,17 +76,17 @@ def test_columns_are_guessed_and_shown(tmp_path, capsys, header, columns):
         lines.append(",".join(cells))
     path = tmp_path / "log.csv"
     path.write_text("\n".join(lines))
-    assert scan.main([str(path)]) == 0
+    assert cli(["scan", str(path)]) == 0
     assert columns in capsys.readouterr().out
 
 
 def test_a_column_can_be_set_and_a_wrong_one_is_named(tmp_path, capsys):
     path = write_csv(tmp_path / "a.csv", curve(60), header="when,badness")
-    assert scan.main([str(path)]) == 2
+    assert cli(["scan", str(path)]) == 2
     assert "found no loss among the columns 'when', 'badness'; name it with --loss COLUMN." in capsys.readouterr().err
-    assert scan.main([str(path), "--loss", "badnes"]) == 2
+    assert cli(["scan", str(path), "--loss", "badnes"]) == 2
     assert "found no column 'badnes' among 'when', 'badness'; nearest: 'badness'." in capsys.readouterr().err
-    assert scan.main([str(path), "--loss", "badness", "--step", "when"]) == 0
+    assert cli(["scan", str(path), "--loss", "badness", "--step", "when"]) == 0
 
 
 def test_broken_lines_are_numbered_and_skipped(tmp_path, capsys):
@@ -96,7 +96,7 @@ def test_broken_lines_are_numbered_and_skipped(tmp_path, capsys):
     lines[20] = "19,2.0,5"
     lines[30] = "inf,2.0"
     path.write_text("\n".join(lines))
-    assert scan.main([str(path)]) == 0
+    assert cli(["scan", str(path)]) == 0
     text = capsys.readouterr().out
     assert "57 rows" in text
     assert "skipped  line 11: found 'what', expected a number; skipped" in text
@@ -106,9 +106,9 @@ def test_broken_lines_are_numbered_and_skipped(tmp_path, capsys):
 
 def test_empty_files(tmp_path, capsys):
     (tmp_path / "a.csv").write_text("")
-    assert scan.main([str(tmp_path / "a.csv")]) == 2
+    assert cli(["scan", str(tmp_path / "a.csv")]) == 2
     assert "a.csv is empty: found no line, expected a header and rows." in capsys.readouterr().err
-    assert scan.main([str(tmp_path / "missing.csv")]) == 2
+    assert cli(["scan", str(tmp_path / "missing.csv")]) == 2
     assert "There is no" in capsys.readouterr().err
 
 
@@ -140,7 +140,7 @@ def test_steps_that_go_back_are_a_restart(tmp_path, capsys):
     steps = [*range(200), *range(150, 250)]
     losses[205] += 3.0
     path = write_csv(tmp_path / "a.csv", losses, steps=steps)
-    assert scan.main([str(path)]) == 1
+    assert cli(["scan", str(path)]) == 1
     assert "restart  the steps go back to 150" in capsys.readouterr().out
     [episode] = scan.scan(path).episodes
     assert episode.opened_step == 155
@@ -205,7 +205,7 @@ def test_follow_a_growing_file(tmp_path, capsys):
 
     thread = threading.Thread(target=grow)
     thread.start()
-    assert scan.main([str(path), "--follow", "--idle", "1.5"]) == 1
+    assert cli(["scan", str(path), "--follow", "--idle", "1.5"]) == 1
     thread.join()
     text = capsys.readouterr().out
     assert text.startswith("  incident spike")
@@ -214,14 +214,14 @@ def test_follow_a_growing_file(tmp_path, capsys):
 
 def test_a_picture(tmp_path):
     path = write_csv(tmp_path / "a.csv", curve(spike=300))
-    assert scan.main([str(path), "--png", str(tmp_path / "a.png")]) == 1
+    assert cli(["scan", str(path), "--png", str(tmp_path / "a.png")]) == 1
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_thresholds_by_their_names_in_hydra(tmp_path, capsys):
     path = write_csv(tmp_path / "a.csv", curve(spike=300))
     quiet = ["--set", "callbacks.spike_detector.threshold=500", "--set", "spike_detector.gross=500"]
-    assert scan.main([str(path), *quiet]) == 0
+    assert cli(["scan", str(path), *quiet]) == 0
     capsys.readouterr()
     for setting, message in (
         ("spike_detector.treshold=9", "there is no argument of spike_detector 'treshold'; nearest: threshold."),
@@ -231,7 +231,7 @@ def test_thresholds_by_their_names_in_hydra(tmp_path, capsys):
         ("spike_detector.window=2.5", "spike_detector.window is '2.5', expected a whole number."),
         ("spike_detector.threshold=-1", "Spike: threshold must be greater than 0, found -1.0."),
     ):
-        assert scan.main([str(path), "--set", setting]) == 2
+        assert cli(["scan", str(path), "--set", setting]) == 2
         assert message in capsys.readouterr().err
 
 

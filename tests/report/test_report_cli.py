@@ -6,6 +6,7 @@ import json
 import shutil
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from report_journals import MadeRun, fp16_run, parade
 
 from lightning_sentinel import __version__
 from lightning_sentinel.checkpoint.store import CheckpointStore
-from lightning_sentinel.cli import build_parser, config_options, event_line, main, step_line
+from lightning_sentinel.cli import COMMANDS, build_parser, main
+from lightning_sentinel.cli.config import config_options
+from lightning_sentinel.cli.watch import event_line, step_line
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +85,13 @@ def test_a_place_that_cannot_be_written_to_is_an_error(
     )
 
 
-@pytest.mark.parametrize("command", ["report", "watch", "verify", "config", "quarantine list", "quarantine add"])
+COMMAND_LINES = [
+    *(name for name in COMMANDS if name != "quarantine" and find_spec(f"lightning_sentinel.cli.{name}")),
+    *(f"quarantine {name}" for name in ("list", "add", "revert")),
+]
+
+
+@pytest.mark.parametrize("command", COMMAND_LINES)
 def test_every_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main([*command.split(), "--help"])
@@ -90,6 +99,7 @@ def test_every_command_has_help_with_an_example(command: str, capsys: pytest.Cap
     out = capsys.readouterr().out
     assert f"example:\n  lightning-sentinel {command}" in out
     assert "--json" in out
+    assert "\nExit codes: 0 " in out
 
 
 def test_only_commands_that_exist_are_offered(capsys: pytest.CaptureFixture[str]) -> None:

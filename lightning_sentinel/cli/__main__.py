@@ -1,0 +1,7 @@
+"""``python -m lightning_sentinel.cli``."""
+
+import sys
+
+from . import main
+
+sys.exit(main())

@@ -1,0 +1,79 @@
+"""``lightning-sentinel config``: every option with default, type and meaning."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+from collections.abc import Iterator
+from importlib.resources import files
+from typing import Any
+
+from .common import OK, Commands, add_command, print_json
+
+
+def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    words = "print every option with default, type and meaning"
+    parser = add_command(commands, "config", run, words, "config spike_detector")
+    parser.add_argument(
+        "callback", nargs="?", metavar="CALLBACK", help="only this one, by its name in the configuration"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    rows = list(config_options())
+    names = sorted({row["callback"] for row in rows})
+    if options.callback is not None:
+        rows = [row for row in rows if row["callback"] == options.callback]
+        if not rows:
+            raise ValueError(f"No callback {options.callback!r} in the configuration; there are: {', '.join(names)}.")
+    if options.json:
+        print_json(rows)
+        return OK
+    for i, row in enumerate(rows):
+        if i == 0 or rows[i - 1]["callback"] != row["callback"]:
+            print(("\n" if i else "") + f"{row['target']}  ({row['file']})")
+        print(f"  {row['path']}={json.dumps(row['default'])}  {row['type']}\n      {row['meaning']}")
+    return OK
+
+
+def config_options() -> Iterator[dict[str, Any]]:
+    """Every option of the shipped configuration: path, default, type, and the comment above it (unit and bound)."""
+    from hydra.utils import get_class
+    from omegaconf import OmegaConf
+
+    folder = files("lightning_sentinel.conf").joinpath("callbacks", "sentinel")
+    for file in sorted(folder.iterdir(), key=lambda f: f.name):
+        text = file.read_text(encoding="utf-8")
+        if not file.name.endswith(".yaml") or "_target_" not in text:
+            continue
+        nodes: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+        name, values = next((k, v) for k, v in nodes.items() if "_target_" in v)
+        signature = inspect.signature(get_class(values["_target_"])).parameters
+        meanings = _comments(text)
+        for key, value in values.items():
+            if key != "_target_":
+                yield {
+                    "callback": name,
+                    "target": values["_target_"],
+                    "file": f"callbacks/sentinel/{file.name}",
+                    "path": f"callbacks.{name}.{key}",
+                    "default": value,
+                    "type": str(signature[key].annotation) if key in signature else "",
+                    "meaning": meanings.get(key, ""),
+                }
+
+
+def _comments(text: str) -> dict[str, str]:
+    """The comment lines above each key of a YAML file."""
+    found: dict[str, str] = {}
+    comment: list[str] = []
+    for line in text.splitlines():
+        stripped = line.strip()
+        if stripped.startswith("#"):
+            comment.append(stripped[1:].strip())
+        elif ":" in stripped:
+            found.setdefault(stripped.split(":", 1)[0], " ".join(comment))
+            comment = []
+    return found

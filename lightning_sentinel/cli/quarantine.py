@@ -1,0 +1,76 @@
+"""``lightning-sentinel quarantine``: the ledger by hand."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from .common import OK, Commands, add_command, print_json
+
+
+def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add the command and its own three."""
+    words = "list, add to and take back from a run's quarantine ledger"
+    group = commands.add_parser("quarantine", help=words, description=f"{words[0].upper()}{words[1:]}.")
+    sub = group.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    listing = add_command(sub, "list", run_list, "list who is quarantined and why", "quarantine list runs/a")
+    listing.add_argument("run", type=Path, metavar="RUN", help="the run folder")
+    for name, run, what in (
+        ("add", run_add, "quarantine samples or sources, from the next start on"),
+        ("revert", run_revert, "let samples or sources be drawn again, from the next start on"),
+    ):
+        example = f"quarantine {name} runs/a sample:prose/3fa9/4096 --reason 'a table of numbers'"
+        parser = add_command(sub, name, run, what, example)
+        parser.add_argument("run", type=Path, metavar="RUN", help="the run folder")
+        parser.add_argument("names", nargs="+", metavar="NAME", help="sample:<id> or source:<name>")
+        parser.add_argument("--reason", required=True, help="a sentence; the ledger keeps it")
+
+
+def _ledger(run: Path) -> Any:
+    from ..data.quarantine import FILE_NAME, QuarantineLedger
+
+    if not run.is_dir():
+        raise FileNotFoundError(f"{run} is not a folder. Give the run folder.")
+    return QuarantineLedger(run / FILE_NAME)
+
+
+def run_list(options: argparse.Namespace) -> int:
+    ledger = _ledger(options.run)
+    entries = [e.to_dict() | {"active": e.name in ledger.active} for e in ledger.entries]
+    if options.json:
+        print_json({"active": sorted(ledger.active), "entries": entries})
+        return OK
+    for entry in entries:
+        where = "by hand" if entry["step"] is None else f"step {entry['step']}"
+        print(f"{entry['event']:<9} {entry['name']}  {where}  {entry['reason']}")
+    print(f"{len(ledger.active)} quarantined.")
+    return OK
+
+
+def run_add(options: argparse.Namespace) -> int:
+    ledger = _ledger(options.run)
+    before = ledger.active
+    ledger.add(options.names, step=None, incident=None, policy="manual", reason=options.reason)
+    return _say_change(options, ledger, sorted(ledger.active - before), "quarantined")
+
+
+def run_revert(options: argparse.Namespace) -> int:
+    ledger = _ledger(options.run)
+    unknown = [name for name in options.names if name not in ledger.active]
+    if unknown:  # before the first of them is taken back: all or nothing
+        raise ValueError(f"{unknown[0]} is not quarantined. See `lightning-sentinel quarantine list {options.run}`.")
+    for name in options.names:
+        ledger.revert(name, options.reason)
+    return _say_change(options, ledger, list(options.names), "taken back")
+
+
+def _say_change(options: argparse.Namespace, ledger: Any, names: list[str], what: str) -> int:
+    if ledger.write_error:
+        raise OSError(f"The ledger {ledger.path} cannot be written: {ledger.write_error}")
+    if options.json:
+        print_json({what.replace(" ", "_"): names})
+    else:
+        print(f"{what}: {', '.join(names) or 'nothing new'}")
+    return OK

@@ -1,0 +1,48 @@
+"""``lightning-sentinel report``: remake summary, picture and page of a run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .common import OK, USAGE, Commands, add_command, print_json
+
+
+def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = add_command(commands, "report", run, "remake summary, picture and page of a run", "report runs/a")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run folder")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write there instead of into the run folder")
+    parser.add_argument("--quiet", action="store_true", help="print errors only")
+
+
+def run(options: argparse.Namespace) -> int:
+    from ..report.build import write_reports
+
+    result = write_reports(options.run, out=options.out)
+    summary = result.summary
+    if options.json:
+        print_json(summary)
+    elif not options.quiet:
+        print(f"{summary['headline']}\nNext: {summary['next_action']}")
+        for incident in summary["incidents"]:
+            print(f"  {incident_line(incident)}")
+        for line in [*map(str, result.written), *result.notes, *summary["failures"]]:
+            print(line)
+    if not any(path.name == "summary.json" for path in result.written):
+        print(f"lightning-sentinel: {summary['failures'][-1]} Give --out a folder that can be.", file=sys.stderr)
+        return USAGE
+    return OK
+
+
+def incident_line(row: Mapping[str, Any]) -> str:
+    """An incident of a summary on one line."""
+    culprits = ", ".join(row["culprits"][:3]) or "nobody named"
+    actions = " -> ".join(row["actions"]) or "none"
+    kinds = ", ".join(row["kinds"])
+    return (
+        f"#{row['number']} step {row['opened_step']}: {kinds}; {row['verdict']}, {culprits}; {actions}; {row['status']}"
+    )

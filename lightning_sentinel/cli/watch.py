@@ -1,0 +1,123 @@
+"""``lightning-sentinel watch``: follow a run in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .common import FOUND, OK, Commands, add_command
+
+
+def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = add_command(commands, "watch", run, "follow a run in the terminal until it ends", "watch runs/a")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run folder")
+    parser.add_argument(
+        "--interval", type=float, default=1.0, metavar="SECONDS", help="time between looks (default: 1)"
+    )
+    parser.add_argument("--once", action="store_true", help="print what is there and stop")
+
+
+def run(options: argparse.Namespace) -> int:
+    from ..journal import Follower, journal_files
+
+    if options.interval <= 0:
+        raise ValueError(f"--interval must be greater than 0 seconds, got {options.interval:g}.")
+    if options.once and not journal_files(options.run):
+        raise FileNotFoundError(f"No journal in {options.run}. Give the run folder that RunJournal writes.")
+    follower, screen = Follower(options.run), _Screen(options.json)
+    if not journal_files(options.run):
+        print(f"Waiting for a journal in {options.run} ...", file=sys.stderr)
+    while True:
+        for event in follower.poll():
+            screen.show(event)
+        screen.refresh()
+        if screen.ended is not None or options.once:
+            screen.close()
+            return OK if screen.ended in (None, "finished") else FOUND
+        time.sleep(options.interval)
+
+
+class _Screen:
+    """One line for each event that matters, and, on a terminal, a last line that is kept up to date."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+        self.live = sys.stdout.isatty() and not as_json
+        self.ended: str | None = None
+        self._step: Mapping[str, Any] | None = None
+        self._shown = 0
+
+    def show(self, event: Mapping[str, Any]) -> None:
+        name = event["event"]
+        if name == "run.started":
+            self.ended = None
+        elif name == "run.ended":
+            self.ended = str(event.get("status", "finished"))
+        if self.as_json:
+            print(json.dumps(event), flush=True)
+        elif name == "step":
+            self._step = event
+        else:
+            self._clear()
+            print(event_line(event), flush=True)
+
+    def refresh(self) -> None:
+        """The newest step's signals on the last line."""
+        if not self.live or self._step is None:
+            return
+        self._clear()
+        text = step_line(self._step)
+        self._shown = len(text)
+        print(text, end="", flush=True)
+
+    def close(self) -> None:
+        if self._step is not None and not self.live and not self.as_json:
+            print(step_line(self._step), flush=True)
+        elif self._shown:
+            print()
+
+    def _clear(self) -> None:
+        if self._shown:
+            print(f"\r{' ' * self._shown}\r", end="")
+            self._shown = 0
+
+
+def step_line(event: Mapping[str, Any]) -> str:
+    """A step's signals on one line."""
+    from ..journal import number
+    from ..report.chart import si
+
+    text = f"step {event['step']:,}  {si(event['tokens'])} tokens  loss {number(event.get('loss')):.4f}"
+    if number(event.get("loss_max")) > number(event.get("loss_min")):
+        text += f" (rank {event.get('worst_rank')}: {number(event.get('loss_max')):.4f})"
+    text += f"  grad {number(event.get('grad_norm')):.3g}"
+    return text + (f"  pass {event['attempt']}" if event["attempt"] else "")
+
+
+def event_line(event: Mapping[str, Any]) -> str:
+    """An event on one line of at most 160 characters: time, step, name, what matters."""
+    clock = time.strftime("%H:%M:%S", time.localtime(event["time"]))
+    incident = event.get("incident")
+    if isinstance(incident, Mapping):
+        findings = incident.get("findings") or [{}]
+        verdict = incident.get("verdict") or {}
+        words = f"#{incident.get('number')} {incident.get('status')}: {findings[0].get('message', '')}"
+        if verdict.get("culprits"):
+            words += f" [{verdict.get('kind')}: {', '.join(verdict['culprits'])}]"
+    else:
+        skip = ("schema", "time", "rank", "attempt", "step", "tokens", "event", "versions", "config", "callbacks")
+        words = "  ".join(f"{k}={_brief(v)}" for k, v in event.items() if k not in skip)
+    line = f"{clock}  step {event['step']:>7,}  {event['event']:<20} {words}"
+    return line if len(line) <= 160 else line[:157] + "..."
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(str, value[:3]))}{', ...' if len(value) > 3 else ''}]"
+    return str(value)
