@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..progress import track
 from .common import FOUND, OK, Commands, add_command, print_json
 
 
@@ -58,14 +57,9 @@ def _verified(store: Any, paths: Sequence[Path], *, quiet: bool) -> Iterator[dic
     """Each checkpoint with its status and what is wrong with it; says where it is when that takes time."""
     from ..checkpoint.store import CheckpointError
 
-    begun = time.monotonic()
-    for i, path in enumerate(paths):
-        if not quiet and sys.stderr.isatty() and time.monotonic() - begun > 2:
-            print(f"\rhashing {i + 1} of {len(paths)}: {path.name}\033[K", end="", file=sys.stderr, flush=True)
+    for path in track(paths, "hashing", unit="checkpoints", enabled=not quiet):
         try:
             status = str(store.read(path).status.status)
         except CheckpointError:
             status = "unreadable"
         yield {"path": str(path), "status": status, "problems": store.verify(path)}
-    if not quiet and sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr)
