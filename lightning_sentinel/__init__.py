@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .callbacks.nonfinite_tracer import NonFiniteTracer
     from .callbacks.rank_outlier_detector import RankOutlierDetector
     from .callbacks.rank_telemetry import RankTelemetry
+    from .callbacks.replica_consistency import ReplicaConsistency
     from .callbacks.rollback import Rollback
     from .callbacks.run_journal import RunJournal
     from .callbacks.spike_detector import SpikeDetector
@@ -33,6 +34,7 @@ _PUBLIC = {
     "NonFiniteTracer": "callbacks.nonfinite_tracer",
     "RankOutlierDetector": "callbacks.rank_outlier_detector",
     "RankTelemetry": "callbacks.rank_telemetry",
+    "ReplicaConsistency": "callbacks.replica_consistency",
     "Rollback": "callbacks.rollback",
     "RunJournal": "callbacks.run_journal",
     "SpikeDetector": "callbacks.spike_detector",
@@ -50,6 +52,7 @@ __all__ = [
     "NonFiniteTracer",
     "RankOutlierDetector",
     "RankTelemetry",
+    "ReplicaConsistency",
     "Rollback",
     "RunJournal",
     "SpikeDetector",

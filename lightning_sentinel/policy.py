@@ -110,6 +110,8 @@ def case_of(
         case VerdictKind.NUMERICS:
             return "numerics/scale" if scaled and kinds & NONFINITE else "numerics/step"
         case VerdictKind.INFRASTRUCTURE:
+            if FindingKind.REPLICA_DRIFT in kinds:
+                return "infrastructure/rank"  # whoever it was: only an older state is the same everywhere
             if verdict.reproducible is False and kinds & NONFINITE:
                 return "infrastructure/transient"
             return "infrastructure/rank" if named("rank:") else "infrastructure/transient"

@@ -59,20 +59,25 @@ class SentinelCallback(Callback):
         return context_of(trainer)
 
 
+def needs_telemetry(trainer: Trainer, callback: Callback, stage: str) -> None:
+    """Raise where a callback that judges records stands in a Trainer in which nobody gathers any."""
+    from .rank_telemetry import RankTelemetry
+
+    if stage == "fit" and find_callback(trainer, RankTelemetry) is None:
+        raise ValueError(
+            f"{type(callback).__name__} needs RankTelemetry, which gathers the record that it judges; the Trainer has"
+            " none. Add lightning_sentinel.RankTelemetry() to the Trainer's callbacks, or use"
+            " lightning_sentinel.default_callbacks()."
+        )
+
+
 class DetectorCallback(SentinelCallback):
     """A callback around one pure detector. ``RankTelemetry`` calls :meth:`observe` at the gate."""
 
     detector: Detector
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        from .rank_telemetry import RankTelemetry
-
-        if stage == "fit" and find_callback(trainer, RankTelemetry) is None:
-            raise ValueError(
-                f"{type(self).__name__} needs RankTelemetry, which gathers the record that it judges; the Trainer has"
-                " none. Add lightning_sentinel.RankTelemetry() to the Trainer's callbacks, or use"
-                " lightning_sentinel.default_callbacks()."
-            )
+        needs_telemetry(trainer, self, stage)
 
     def observe(self, record: StepRecord) -> list[Finding]:
         """Findings on one record, the same on every rank."""

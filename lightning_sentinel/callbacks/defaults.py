@@ -16,6 +16,7 @@ from .loss_scale_monitor import LossScaleMonitor
 from .nonfinite_tracer import NonFiniteTracer
 from .rank_outlier_detector import RankOutlierDetector
 from .rank_telemetry import RankTelemetry
+from .replica_consistency import ReplicaConsistency
 from .rollback import Rollback
 from .run_journal import RunJournal
 from .spike_detector import SpikeDetector
@@ -29,6 +30,7 @@ ORDER: tuple[type[Callback], ...] = (
     DivergenceDetector,
     RankOutlierDetector,
     LossScaleMonitor,
+    ReplicaConsistency,
     RankTelemetry,
     IncidentResponse,
     Rollback,
@@ -75,6 +77,7 @@ def default_callbacks(
         DivergenceDetector(),
         RankOutlierDetector(),
         LossScaleMonitor(),
+        ReplicaConsistency(),
         RankTelemetry(vocabulary_size=vocabulary_size, sample_id_fn=sample_id_fn),
         IncidentResponse(mode=policy),
         Rollback(),

@@ -27,6 +27,7 @@ CALLBACKS = {
     "divergence_detector": "DivergenceDetector",
     "rank_outlier_detector": "RankOutlierDetector",
     "loss_scale_monitor": "LossScaleMonitor",
+    "replica_consistency": "ReplicaConsistency",
     "rank_telemetry": "RankTelemetry",
     "incident_response": "IncidentResponse",
     "rollback": "Rollback",

@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveragi
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from torch.optim import Optimizer
 
@@ -118,6 +119,8 @@ def missing_names(trainer: Trainer) -> list[str]:
     missing += [f"_ResultMetric.{n} (checked on 2.6.6)" for n in RESULT_NAMES if not hasattr(result, n)]
     checkpoint = ModelCheckpoint()
     missing += [f"ModelCheckpoint.{n} (checked on 2.6.6)" for n in CHECKPOINT_NAMES if not hasattr(checkpoint, n)]
+    if not hasattr(DDPStrategy(), "_model_averaging_period"):
+        missing.append("DDPStrategy._model_averaging_period (checked on 2.6.6)")
     if not hasattr(WeightAveraging(), "_average_model"):
         missing.append("WeightAveraging._average_model (checked on 2.6.6)")
     return missing
@@ -461,6 +464,33 @@ def scale_of(trainer: Trainer) -> torch.Tensor | None:
     scaler = scaler_of(trainer)
     scale = getattr(scaler, "_scale", None)
     return None if scale is None else scale.detach().clone()
+
+
+def no_replicas(trainer: Trainer) -> str | None:
+    """Why the ranks of this strategy hold no replicas that must be equal at every step; None where they do or may."""
+    strategy = trainer.strategy
+    if isinstance(strategy, ModelParallelStrategy):
+        return None
+    if not isinstance(strategy, DDPStrategy):
+        return f"{type(strategy).__name__} keeps no replicas that can be compared"
+    if strategy._model_averaging_period is not None:
+        return "the replicas differ by design between two averagings of the model (model_averaging_period)"
+    return None
+
+
+def shards(trainer: Trainer) -> bool:
+    """Whether the strategy lets the module shard its parameters; those that it does not shard are not synchronised."""
+    return isinstance(trainer.strategy, ModelParallelStrategy)
+
+
+def ddp_ignored(trainer: Trainer) -> frozenset[str]:
+    """Parameters and buffers that DDP was told to leave alone (``_ddp_params_and_buffers_to_ignore`` of the module)."""
+    return frozenset(getattr(trainer.lightning_module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def partitions_state(optimizer: Optimizer) -> bool:
+    """Whether each rank's optimizer holds the state of its own part only (``ZeroRedundancyOptimizer``)."""
+    return any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__)
 
 
 def found_inf(trainer: Trainer, optimizer: Optimizer) -> bool | None:

@@ -297,49 +297,6 @@ def _moved_too_far(
 # -------------------------------------------------------------------------------------------------------- replicas
 
 
-def fingerprints(named: Iterable[tuple[str, Tensor]], device: torch.device) -> tuple[list[str], Tensor]:
-    """Names and an int64 fingerprint ``[n, 2]`` of each tensor: the sum of its bit patterns, plain and weighted by place."""
-    names, rows = [], []
-    for name, tensor in named:
-        bits = _bits(local(tensor.detach()))
-        place = torch.arange(bits.numel(), device=bits.device) % 65521 + 1
-        names.append(name)
-        rows.append(torch.stack([bits.sum(), (bits * place).sum()]))
-    table = torch.stack([r.to(device) for r in rows]) if rows else torch.zeros(0, 2, dtype=torch.int64, device=device)
-    return names, table
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    flat = tensor.contiguous().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    if flat.is_floating_point():
-        flat = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-    return flat.to(torch.int64)
-
-
-def parted_ranks(tables: Tensor) -> tuple[list[int], list[int]]:
-    """Ranks outside the largest group of equal replicas, and the rows on which the groups differ.
-
-    Args:
-        tables: Fingerprints, ``[world_size, n, 2]``.
-
-    Returns:
-        Ranks that differ from the majority (all ranks if there is none), and the indices of the tensors that differ.
-    """
-    groups: dict[bytes, list[int]] = {}
-    for rank, table in enumerate(tables):
-        groups.setdefault(table.numpy().tobytes(), []).append(rank)
-    if len(groups) == 1:
-        return [], []
-    rows = (tables != tables[:1]).any(dim=2).any(dim=0).nonzero().flatten().tolist()
-    sizes = sorted((len(g) for g in groups.values()), reverse=True)
-    if sizes[0] == sizes[1]:
-        return list(range(len(tables))), rows
-    majority = max(groups.values(), key=len)
-    return [r for r in range(len(tables)) if r not in majority], rows
-
-
 def distance(params: Iterable[tuple[str, Tensor]], snapshot: Mapping[str, Tensor]) -> float:
     """2-norm of the difference between parameters and a snapshot; infinite where it is not a number."""
     total = 0.0

@@ -25,6 +25,7 @@ from ..context import context_of
 from ..incidents import Experiment, Finding, FindingKind, Incident, Verdict, VerdictKind
 from ..record import StepRecord
 from ..state import lightning_private as _private
+from ..state.fingerprint import fingerprints, parted_ranks
 from ..state.tree import local
 from . import experiments as ex
 from .nonfinite import (
@@ -606,7 +607,7 @@ class Investigation:
         if compared is None:
             return []
         self.parameter_names, tables = compared
-        parted, rows = ex.parted_ranks(tables)
+        parted, rows = parted_ranks(tables)
         if not parted:
             self.note("replicas", "equal to the bit", tensors=len(self.parameter_names))
             return []
@@ -621,7 +622,7 @@ class Investigation:
         """Names and every rank's fingerprints of these tensors, ``[world_size, n, 2]``; None where a rank has others."""
 
         def measure() -> tuple[list[str], Any]:
-            names, table = ex.fingerprints(named(), self.trainer.strategy.root_device)
+            names, table = fingerprints(named(), self.trainer.strategy.root_device)
             return names, table.cpu().numpy()
 
         everyone = self.measured(name, measure)
@@ -634,6 +635,9 @@ class Investigation:
 
     def replicas(self) -> Verdict | None:
         """Weights of the ranks against each other; the rank that is alone in its weights is convicted."""
+        drift = [f for f in self.findings if f.kind is FindingKind.REPLICA_DRIFT]
+        if drift:
+            return self._drifted(drift[0])
         parted = self._compare_replicas()
         if not parted:
             return None
@@ -651,6 +655,27 @@ class Investigation:
         culprits = [f"rank:{r}" for r in parted]
         return self.verdict(
             VerdictKind.INFRASTRUCTURE, culprits, sentence, since=since, parameters=self.parted_parameters[:8]
+        )
+
+    def _drifted(self, finding: Finding) -> Verdict:
+        """``ReplicaConsistency`` has compared all there is, and named the rank where the replicas alone can tell it."""
+        named = list(finding.ranks)
+        tensors = [c for c in finding.culprits if not c.startswith("rank:")]
+        self.note(
+            "replicas", "differ", ranks=named, tensors=int(finding.score), decided_by=finding.evidence["decided_by"]
+        )
+        sentence = finding.message
+        if not named and self._compare_replicas():
+            named = self._who_left()
+            if named:
+                sentence += f" Rank {', '.join(map(str, named))} lies farther from the last common snapshot."
+        since = self._newest_equal_snapshot(state=True)
+        return self.verdict(
+            VerdictKind.INFRASTRUCTURE,
+            [*(f"rank:{r}" for r in named), *tensors],
+            sentence,
+            since=max(min(since, self.record.step), finding.since_step),
+            decided_by=finding.evidence["decided_by"] if finding.ranks else "snapshot" if named else "nobody",
         )
 
     def _who_left(self) -> list[int]:
@@ -672,12 +697,17 @@ class Investigation:
         named_ranks = sorted({r for f in self.findings if f.kind is FindingKind.RANK_OUTLIER for r in f.ranks})
         return named_ranks if len(named_ranks) < self.peers.size else []
 
-    def _newest_equal_snapshot(self) -> int:
-        """Step of the newest snapshot in which the ranks' parameters are equal; else the incident's first step."""
+    def _newest_equal_snapshot(self, state: bool = False) -> int:
+        """Step of the newest snapshot in which the ranks' parameters are equal; else the incident's first step.
+
+        With ``state`` the optimizers' state must be equal, too.
+        """
         for snapshot in reversed(self.snapshots):
             params = sorted((snapshot.params or {}).items())
+            if state:
+                params += [(f"state {i}", t) for i, t in enumerate(tensors(snapshot.optimizers))]
             compared = self._fingerprints("snapshots", lambda params=params: params)  # type: ignore[misc]
-            if compared is not None and not ex.parted_ranks(compared[1])[0]:
+            if compared is not None and not parted_ranks(compared[1])[0]:
                 self.note("snapshots", "replicas are equal", step=snapshot.step)
                 return snapshot.step
         return self.since

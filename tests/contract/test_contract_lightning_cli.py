@@ -40,13 +40,14 @@ def command_line(callbacks: list[dict[str, Any]]) -> LightningCLI:
 
 def test_every_callback_by_class_path(tmp_path: Any) -> None:
     nodes: list[dict[str, Any]] = [{"class_path": f"lightning_sentinel.{kind.__name__}"} for kind in ORDER]
-    nodes[0]["init_args"] = {"run_dir": str(tmp_path / "run"), "report": False}
-    nodes[3]["init_args"] = {"threshold": 9.5}
-    nodes[8]["init_args"] = {"mode": "guard", "budgets": {"stop": 2}}
+    place = {kind.__name__: i for i, kind in enumerate(ORDER)}
+    nodes[place["RunJournal"]]["init_args"] = {"run_dir": str(tmp_path / "run"), "report": False}
+    nodes[place["SpikeDetector"]]["init_args"] = {"threshold": 9.5}
+    nodes[place["IncidentResponse"]]["init_args"] = {"mode": "guard", "budgets": {"stop": 2}}
     cli = command_line(nodes)
     ours = [c for c in cli.trainer.callbacks if type(c) in ORDER]  # type: ignore[attr-defined]
     assert [type(c) for c in ours] == list(ORDER)
-    spikes, response = ours[3], ours[8]
+    spikes, response = ours[place["SpikeDetector"]], ours[place["IncidentResponse"]]
     assert isinstance(spikes, lightning_sentinel.SpikeDetector)
     assert spikes.detector.threshold == 9.5
     assert isinstance(response, lightning_sentinel.IncidentResponse)

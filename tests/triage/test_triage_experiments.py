@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_sentinel.record import SIGNALS, StepRecord, source_signals
+from lightning_sentinel.state.fingerprint import fingerprints, parted_ranks
 from lightning_sentinel.triage import experiments as ex
 
 
@@ -132,18 +133,18 @@ def test_weights_that_somebody_edits_as_a_habit_accuse_nobody() -> None:
 
 def test_replicas_by_majority_and_without_one() -> None:
     module = nn.Linear(4, 4)
-    names, table = ex.fingerprints(module.named_parameters(), torch.device("cpu"))
+    names, table = fingerprints(module.named_parameters(), torch.device("cpu"))
     module.weight.data[0, 0] = -module.weight.data[0, 0]
-    _, other = ex.fingerprints(module.named_parameters(), torch.device("cpu"))
+    _, other = fingerprints(module.named_parameters(), torch.device("cpu"))
     assert names == ["weight", "bias"]
-    assert ex.parted_ranks(torch.stack([table, table])) == ([], [])
-    assert ex.parted_ranks(torch.stack([table, table, other])) == ([2], [0])
-    assert ex.parted_ranks(torch.stack([table, other])) == ([0, 1], [0])
+    assert parted_ranks(torch.stack([table, table])) == ([], [])
+    assert parted_ranks(torch.stack([table, table, other])) == ([2], [0])
+    assert parted_ranks(torch.stack([table, other])) == ([0, 1], [0])
 
 
 def test_two_exchanged_values_change_the_fingerprint() -> None:
     a, b = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
-    tables = [ex.fingerprints([("p", t)], torch.device("cpu"))[1] for t in (a, b)]
+    tables = [fingerprints([("p", t)], torch.device("cpu"))[1] for t in (a, b)]
     assert not torch.equal(*tables)
 
 

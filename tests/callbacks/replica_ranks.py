@@ -1,0 +1,143 @@
+"""Two processes whose replicas part, in one way after the other; each rank writes down what was found.
+
+Usage: ``python replica_ranks.py FOLDER SCENARIO...``; see :data:`SCENARIOS`. Lightning starts the second rank.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from sentinel_kit import Loader, Net, Sink
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lightning_sentinel import IncidentResponse, RankTelemetry, ReplicaConsistency, Rollback
+from lightning_sentinel.context import context_of
+
+STEPS, HIT, EVERY = 14, 5, 4
+SCENARIOS = ("clean", "skip", "skip_recover", "frozen", "buffer", "moment", "tie", "flip", "fsdp", "hsdp", "averaged")
+
+
+class Model(Net):
+    """BatchNorm's statistics differ by rank; a counter of batches and a frozen table are the same everywhere."""
+
+    def __init__(self, sharding: str = "") -> None:
+        super().__init__()
+        self.sharding = sharding
+        if sharding:
+            self.norm = nn.LayerNorm(8)  # type: ignore[assignment]
+        self.register_buffer("table", torch.arange(6.0))
+        self.register_buffer("seen", torch.zeros(()))  # of this rank's own data, by design
+        self.frozen = nn.Parameter(torch.full((5,), 0.5), requires_grad=False)
+
+    def configure_model(self) -> None:
+        if self.sharding and not isinstance(self.first.weight, torch.distributed.tensor.DTensor):
+            mesh = (
+                self.device_mesh["data_parallel"]  # type: ignore[index]
+                if self.sharding == "fsdp"
+                else init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+            )
+            fully_shard(self.first, mesh=mesh)
+            fully_shard(self.last, mesh=mesh)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen += batch["x"].sum()
+        return super().training_step(batch, batch_idx)
+
+
+class Parting(L.Callback):
+    """Does to rank 1 at step :data:`HIT` what the scenario says, once."""
+
+    def __init__(self, scenario: str) -> None:
+        self.scenario, self.done = scenario, False
+        self.largest = 0.0
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
+        if trainer.global_step != HIT or self.done:
+            return
+        self.done = True
+        if trainer.global_rank != 1:
+            return
+        with torch.no_grad():
+            if self.scenario.startswith("skip"):
+                for parameter in pl_module.parameters():  # judged bad by this rank alone
+                    parameter.grad = None
+            elif self.scenario == "frozen":
+                pl_module.frozen[2] += 1.0
+            elif self.scenario == "buffer":
+                pl_module.table[0] = -0.0
+            elif self.scenario == "moment":
+                optimizer.state[pl_module.first.weight]["exp_avg_sq"][0, 0] *= 2.0
+            elif self.scenario == "tie":
+                bits = pl_module.last.weight.view(torch.int32)
+                bits[0, 3] ^= 1 << 12
+            elif self.scenario in ("flip", "hsdp"):
+                weight = getattr(pl_module.last.weight, "_local_tensor", pl_module.last.weight)
+                weight[0, 3] += 2.0
+
+
+def fit(scenario: str, folder: Path) -> None:
+    torch.manual_seed(0)
+    sharding = scenario if scenario in ("fsdp", "hsdp") else ""
+    strategy: Any = DDPStrategy(process_group_backend="gloo", broadcast_buffers=False)
+    if sharding:
+        strategy = ModelParallelStrategy(process_group_backend="gloo")
+    watch, parting = ReplicaConsistency(every_n_steps=EVERY), Parting(scenario)
+    callbacks: list[L.Callback] = [parting, watch, RankTelemetry()]
+    if scenario.endswith("recover") or scenario == "flip":
+        callbacks += [IncidentResponse(mode="recover", probation_steps=4), Rollback(every_n_steps=4)]
+    trainer = L.Trainer(
+        max_steps=STEPS,
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        callbacks=callbacks,
+    )
+    if scenario == "averaged":
+        trainer.strategy._model_averaging_period = 3  # type: ignore[attr-defined]
+    sink = Sink()
+    context_of(trainer).journal = sink
+    module = Model(sharding)
+    trainer.fit(module, Loader(seed=trainer.global_rank))
+    vector = torch.cat([getattr(p, "_local_tensor", p).detach().reshape(-1) for p in module.parameters()])
+    others = [torch.zeros_like(vector) for _ in range(2)]
+    torch.distributed.all_gather(others, vector)
+    result = {
+        "findings": [e["finding"] for e in sink.named("finding")],
+        "incidents": [i.to_dict() for i in context_of(trainer).incidents],
+        "compared": sink.named("replicas.compared"),
+        "local": sink.named("replicas.local_buffers"),
+        "apart": float((others[0] - others[1]).abs().max()),
+        "norms": [float(o.norm()) for o in others],
+        "hit": parting.done,
+        "state": watch.state_dict(),
+    }
+    (folder / f"{scenario}-{trainer.global_rank}.json").write_text(json.dumps(result, default=str))
+    assert math.isfinite(result["apart"])
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    for scenario in sys.argv[2:]:
+        fit(scenario, Path(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()
