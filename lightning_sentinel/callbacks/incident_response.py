@@ -420,7 +420,7 @@ class IncidentResponse(SentinelCallback):
             except RollbackUnavailable as error:
                 log.warning("incident %d: no rollback: %s; this step is skipped instead", incident.number, error)
                 incident.actions[-1] |= {"action": str(Action.SKIP_STEP), "reason": f"{choice.reason}; {error}"}
-                self._journal_action(trainer, incident)
+                self._journal_action(trainer, incident, record)
                 return
             self._announce_exclusion(trainer, incident, names, choice.reason)
             incident.actions[-1]["to_step"] = watch.restored = snapshot.step
@@ -431,7 +431,7 @@ class IncidentResponse(SentinelCallback):
             if record.has_nonfinite and not self._scaler_handles(trainer, record):
                 self.actuator.hold(trainer, optimizer)
             return
-        self._journal_action(trainer, incident)
+        self._journal_action(trainer, incident, record)
         if action is Action.SKIP_STEP:
             self.actuator.hold(trainer, optimizer)
             if self._passed_in_batch and self.policy.mode == "recover":
@@ -578,11 +578,13 @@ class IncidentResponse(SentinelCallback):
         context.write(trainer, f"incident.{what}", incident=incident.to_dict())
         context.journal.flush()
 
-    def _journal_action(self, trainer: Trainer, incident: Incident) -> None:
+    def _journal_action(self, trainer: Trainer, incident: Incident, record: StepRecord) -> None:
         context = self.context(trainer)
         entry = dict(incident.actions[-1])
         action = entry.pop("action")
         entry.pop("step"), entry.pop("attempt")
+        if action == Action.SKIP_STEP:  # no sample is passed over without a line that names it
+            entry["samples"] = list(dict.fromkeys(gather_objects(trainer, list(record.sample_ids))))
         context.write(trainer, f"action.{action}", incident=incident.number, **entry)
         context.journal.flush()
 

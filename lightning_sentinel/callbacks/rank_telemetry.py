@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
@@ -30,6 +31,8 @@ log = logging.getLogger("lightning_sentinel")
 FLOAT32_SQUARE_LIMIT = 1.8e19
 
 # Findings that callbacks leave for the next gate, once.
+# A step line holds every rank's loss up to so many ranks; beyond that those of the ranks furthest out.
+ALL_RANKS, KEPT_OUTLIERS = 64, 8
 ONCE = ("start_findings", "restart_findings")
 
 
@@ -432,8 +435,10 @@ class RankTelemetry(SentinelCallback):
             "loss_bits": struct.pack(">f", mine).hex() if abs(mine) < 3.4e38 or not math.isfinite(mine) else "overflow",
             "sources": {s: record.source_loss(s) for s in record.sources},
         }
-        if trainer.world_size > 1 and trainer.world_size <= 64:
+        if 1 < trainer.world_size <= ALL_RANKS:
             row["rank_losses"] = [round(float(v), 6) for v in loss]
+        elif trainer.world_size > ALL_RANKS:
+            row["outlier_losses"] = {str(r): round(float(loss[r]), 6) for r in outliers(loss)}
         self._rows.append({"step": record.step, "attempt": record.attempt, "tokens": record.tokens, "fields": row})
 
     def _write_step(self, trainer: Trainer, row: dict[str, Any], batch_idx: int) -> None:
@@ -497,6 +502,17 @@ class RankTelemetry(SentinelCallback):
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers
+
+
+def outliers(losses: npt.NDArray[np.float64]) -> list[int]:
+    """The ranks whose losses a line keeps where there are many: non-finite ones first, then the highest.
+
+    Example:
+        >>> outliers(np.array([2.0] * 70 + [math.nan, 9.0]))[:3]
+        [70, 71, 0]
+    """
+    height = np.where(np.isfinite(losses), losses, np.inf)
+    return np.argsort(-height, kind="stable")[:KEPT_OUTLIERS].tolist()
 
 
 def _stack(values: Sequence[Tensor | float], device: torch.device) -> Tensor:

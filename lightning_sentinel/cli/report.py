@@ -40,8 +40,10 @@ def run(options: argparse.Namespace) -> int:
 
 def incident_line(row: Mapping[str, Any]) -> str:
     """An incident of a summary on one line."""
+    from ..report.summary import in_turn
+
     culprits = ", ".join(row["culprits"][:3]) or "nobody named"
-    actions = " -> ".join(row["actions"]) or "none"
+    actions = " -> ".join(in_turn(row["actions"])) or "none"
     kinds = ", ".join(row["kinds"])
     return (
         f"#{row['number']} step {row['opened_step']}: {kinds}; {row['verdict']}, {culprits}; {actions}; {row['status']}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -226,11 +226,11 @@ def _worst_rank(steps: Steps, points: int) -> tuple[int, Line] | None:
     excess = np.where(np.isfinite(excess), excess, -np.inf)
     if not np.isfinite(excess).any():
         return None
-    rank = int(np.unravel_index(int(np.argmax(excess)), excess.shape)[1])
+    column = int(np.unravel_index(int(np.argmax(excess)), excess.shape)[1])
     # In the order written, so that the line shows the excursion too; a jump back in tokens breaks it.
-    y, x = losses[:, rank], steps.tokens.astype(np.float64)
+    y, x = losses[:, column], steps.tokens.astype(np.float64)
     breaks = np.flatnonzero(np.diff(x) < 0) + 1
-    return rank, thin(np.insert(x, breaks, x[breaks]), np.insert(y, breaks, np.nan), points)
+    return int(steps.ranks[column]), thin(np.insert(x, breaks, x[breaks]), np.insert(y, breaks, np.nan), points)
 
 
 def loss_limits(steps: Steps) -> tuple[tuple[float, float], bool, bool]:
@@ -322,7 +322,8 @@ def _incident_marks(run: RunData, summary: Mapping[str, Any]) -> list[Mark]:
 
 
 def _action_marks(run: RunData) -> list[Mark]:
-    marks = []
+    marks: list[Mark] = []
+    repeated: dict[tuple[str, Any], tuple[int, int, int]] = {}
     for event in run.of("action."):
         action = event["event"].removeprefix("action.")
         number = event.get("incident")
@@ -338,10 +339,18 @@ def _action_marks(run: RunData) -> list[Mark]:
             detail = f"{label} from step {from_step} to step {to_step}, incident {number}"
             marks.append(Mark("action", kind, begin, from_step, label, detail, run.steps.tokens_at(to_step), number))
         elif action in ACTION_WORDS and not action.startswith("rollback") and action != "retry_step":
-            detail = f"{ACTION_WORDS[action]} at step {event['step']}, incident {number}: {event.get('reason', '')}"
-            marks.append(
-                Mark("action", action, _at(run, event), event["step"], ACTION_WORDS[action], detail, number=number)
-            )
+            words, step, x = ACTION_WORDS[action], event["step"], _at(run, event)
+            detail = f"{words} at step {step}, incident {number}: {event.get('reason', '')}"
+            index, last, times = repeated.get((action, number), (len(marks), step, 0))
+            if times and 0 <= step - last <= 1:  # one mark for what was done step after step
+                times += 1
+                first = marks[index]
+                detail = f"{words} {times} times, steps {first.step} to {step}, incident {number}"
+                marks[index] = replace(first, label=f"{times} x {words}", detail=detail, end=x)
+            else:
+                index, times = len(marks), 1
+                marks.append(Mark("action", action, x, step, words, detail, number=number))
+            repeated[action, number] = (index, step, times)
     return marks
 
 

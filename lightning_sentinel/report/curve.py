@@ -10,6 +10,7 @@ import numpy as np
 
 from .chart import LANES, Chart, LaneRow, build_chart, lay_out, place, si
 from .data import RunData
+from .summary import in_turn
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -143,7 +144,7 @@ def key_lines(summary: Mapping[str, Any]) -> list[str]:
         )
         line = (
             f"{row['number']:>3}  step {row['opened_step']}: {kinds} → {row['verdict']}: {culprits or 'nobody named'}"
-            f" → {' → '.join(row['actions']) or 'none'} → {row['status']}{proof}"
+            f" → {' → '.join(in_turn(row['actions'])) or 'none'} → {row['status']}{proof}"
         )
         lines.append(line if len(line) <= KEY_WIDTH else line[: KEY_WIDTH - 3] + "...")
     if len(rows) > len(shown):

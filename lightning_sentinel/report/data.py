@@ -7,6 +7,7 @@ the steps go back (a rollback, a retry, a restart from an older checkpoint), wha
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -36,6 +37,8 @@ COLUMNS = (
     "data_seconds",
     "applied_steps",
 )
+# Rows of the heat map.
+MAX_RANKS = 64
 # Written by each rank for itself; everything else is alike on all ranks and read from the lowest one.
 _PER_RANK = ("fault.", "infra.", "journal.", "checkpoint.failed")
 
@@ -49,7 +52,10 @@ class Steps:
         learning_rate: Largest rate of the parameter groups, ``[n]``.
         branch: Rises by one whenever the steps go back, ``[n]``.
         live: On the path that led to the newest weights, ``[n]``.
-        rank_losses: Loss by rank, ``[n, world_size]``, or None where no line holds it.
+        rank_losses: Loss by rank, ``[n, len(ranks)]``, or None where no line holds it.
+        rank_known: Where a line holds that loss, ``[n, len(ranks)]``: of many ranks it holds only those furthest out.
+        ranks: Which rank each column is, ``[len(ranks)]``.
+        world_size: Number of ranks, 0 where no line tells.
     """
 
     step: IntArray
@@ -61,6 +67,9 @@ class Steps:
     learning_rate: FloatArray
     columns: dict[str, FloatArray]
     rank_losses: FloatArray | None = None
+    rank_known: BoolArray | None = None
+    ranks: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    world_size: int = 0
 
     def __len__(self) -> int:
         return len(self.step)
@@ -152,7 +161,9 @@ class _Builder:
         self.last_time = float("nan")
         self.rows: list[tuple[float, ...]] = []
         self.heads: list[tuple[int, int, int, bool]] = []
-        self.rank_losses: dict[int, list[float]] = {}
+        self.rank_losses: dict[int, FloatArray] = {}
+        self.outliers: dict[int, dict[int, float]] = {}
+        self.world_size = 0
 
     def add(self, event: Mapping[str, Any]) -> None:
         rank = int(event.get("rank", 0))
@@ -166,6 +177,8 @@ class _Builder:
             if rank == self.lowest:
                 self._add_step(event)
         elif rank == self.lowest:
+            if event["event"] == "run.started" and isinstance(event.get("world_size"), int):
+                self.world_size = max(self.world_size, event["world_size"])
             self.events.append(dict(event))
         elif event["event"].startswith(_PER_RANK):
             self.others.append(dict(event))
@@ -173,9 +186,11 @@ class _Builder:
     def _add_step(self, event: Mapping[str, Any]) -> None:
         rates = event.get("lr")
         rate = max((number(r) for r in rates), default=np.nan) if isinstance(rates, list) else number(rates)
-        losses = event.get("rank_losses")
+        losses, outliers = event.get("rank_losses"), event.get("outlier_losses")
         if isinstance(losses, list):
-            self.rank_losses[len(self.rows)] = [number(v) for v in losses]
+            self.rank_losses[len(self.rows)] = np.array([number(v) for v in losses], dtype=np.float64)
+        elif isinstance(outliers, Mapping):
+            self.outliers[len(self.rows)] = {int(r): number(v) for r, v in outliers.items() if str(r).isdecimal()}
         self.heads.append((event["step"], event["attempt"], event["tokens"], bool(event.get("applied", True))))
         self.rows.append((*(number(event.get(name)) for name in COLUMNS), rate))
 
@@ -192,8 +207,8 @@ class _Builder:
             live=live,
             learning_rate=rows[:, -1],
             columns={name: rows[:, i] for i, name in enumerate(COLUMNS)},
-            rank_losses=self._rank_matrix(len(rows)),
         )
+        self._add_ranks(steps)
         events = self.events
         if self.others:
             seen = {_identity(e) for e in events}
@@ -202,14 +217,34 @@ class _Builder:
             )
         return RunData(steps=steps, events=events, ranks=sorted(self.ranks), last_time=self.last_time)
 
-    def _rank_matrix(self, n: int) -> FloatArray | None:
+    def _add_ranks(self, steps: Steps) -> None:
+        """The matrix of rank and loss: every rank where the lines hold them all, else those that were ever furthest out."""
         width = max((len(v) for v in self.rank_losses.values()), default=0)
-        if width < 2:
-            return None
-        matrix = np.full((n, width), np.nan)
+        steps.world_size = max(width, self.world_size)
+        ranks = np.arange(width, dtype=np.int64) if not self.outliers else self._furthest_out(steps["loss_median"])
+        if len(ranks) < 2:
+            return
+        matrix = np.full((len(steps), len(ranks)), np.nan)
+        known = np.zeros(matrix.shape, dtype=np.bool_)
         for row, losses in self.rank_losses.items():
-            matrix[row, : len(losses)] = losses
-        return matrix
+            there = ranks[ranks < len(losses)]
+            matrix[row, : len(there)], known[row, : len(there)] = losses[there], True
+        column = {int(r): i for i, r in enumerate(ranks)}
+        for row, outliers in self.outliers.items():
+            for rank, loss in outliers.items():
+                if rank in column:
+                    matrix[row, column[rank]], known[row, column[rank]] = loss, True
+        steps.ranks, steps.rank_losses, steps.rank_known = ranks, matrix, known
+
+    def _furthest_out(self, median: FloatArray) -> IntArray:
+        """Of all ranks that a line names those that were furthest above the median, at most :data:`MAX_RANKS`."""
+        height: dict[int, float] = {}
+        for row, outliers in self.outliers.items():
+            for rank, loss in outliers.items():
+                excess = loss - median[row] if math.isfinite(loss) else math.inf
+                height[rank] = max(height.get(rank, -math.inf), excess)
+        highest = sorted(height, key=lambda rank: -height[rank])[:MAX_RANKS]
+        return np.array(sorted(highest), dtype=np.int64)
 
 
 def _identity(event: Mapping[str, Any]) -> str:

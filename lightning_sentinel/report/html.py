@@ -14,8 +14,9 @@ from ..journal import number
 from .chart import Chart, build_chart, si
 from .curve import subtitle
 from .data import RunData
-from .summary import newest_incidents, probability_words, sample_list
-from .svg import STATUS_CLASSES, chart_svg, glyph_svg, heat_map
+from .heat import heat_map
+from .summary import in_turn, newest_incidents, probability_words, sample_list
+from .svg import NARROW, STATUS_CLASSES, WIDE, chart_svg, glyph_svg
 
 MISSING_JINJA = (
     "No report.html: jinja2 is not installed. Install it with `pip install 'lightning-sentinel[report]'`, then run"
@@ -47,9 +48,22 @@ def render_html(run: RunData, summary: Mapping[str, Any]) -> str:
     from markupsafe import Markup
 
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"si": si, "number": _number_words, "clock": _clock, "compact": _compact}
-    chart = build_chart(run, summary) if len(run.steps) else None
-    heat = heat_map(run.steps)
+    environment.filters |= {
+        "si": si,
+        "number": _number_words,
+        "clock": _clock,
+        "compact": _compact,
+        "outline": _outline,
+    }
+    drawn = {}
+    chart = None
+    if len(run.steps):
+        chart = build_chart(run, summary)
+        words = chart_words(chart, summary)
+        # On a phone the points of a wide screen would lie on each other.
+        drawn = {WIDE: chart, NARROW: build_chart(run, summary, points=500)}
+    heat = heat_map(run.steps, named_ranks(summary), sheets=(WIDE, NARROW))
+    made = cards(run, summary)
     started = run.of("run.started")
     config = json.dumps(started[-1].get("config"), indent=1) if started and started[-1].get("config") else ""
     template = environment.from_string(files(__package__).joinpath("report.html.j2").read_text(encoding="utf-8"))
@@ -58,20 +72,44 @@ def render_html(run: RunData, summary: Mapping[str, Any]) -> str:
         subtitle=subtitle(summary),
         loss_words=probability_words(number(summary["loss_nats"])),
         run_dir="" if run.run_dir is None else str(run.run_dir),
-        chart=None if chart is None else Markup(chart_svg(chart, chart_words(chart, summary))),
+        charts=[Markup(chart_svg(c, words, sheet)) for sheet, c in drawn.items()],
         legend=[] if chart is None else legend(chart),
         heat=heat,
-        cards=cards(run, summary)[:MAX_CARDS],
+        heat_pictures=[] if heat is None else [Markup(svg) for svg in heat.svg],
+        cards=made[:MAX_CARDS],
+        glance=glance(made),
+        state_class=state_class(summary),
         scaler=run.of("scaler.")[-MAX_ROWS:],
         started=started[-1] if started else {},
         ended=(run.of("run.ended") or [{}])[-1],
         config=config[:MAX_CONFIG] + (" ... (cut; the journal has it whole)" if len(config) > MAX_CONFIG else ""),
         max_rows=MAX_ROWS,
         version=__version__,
-        made=_clock(datetime.now(UTC).timestamp()),
+        made_at=_clock(datetime.now(UTC).timestamp()),
         glyph=lambda kind: Markup(glyph_svg(kind)),
         status_class=lambda status: STATUS_CLASSES.get(status, "grey"),
     )
+
+
+def glance(made: list[dict[str, Any]], most: int = 12) -> list[dict[str, Any]]:
+    """The cards that the table at the top shows: those that need somebody first, then the newest."""
+    urgent = [c for c in made if c["status"] in ("open", "escalated")]
+    others = [c for c in made if c["status"] not in ("open", "escalated")]
+    room = max(0, most - len(urgent))
+    return sorted(urgent[-most:], key=lambda c: -int(c["number"])) + others[len(others) - room :][::-1]
+
+
+def state_class(summary: Mapping[str, Any]) -> str:
+    """Colour of the run's state: red needs somebody, blue goes on, green is over."""
+    if summary["open_incidents"] or summary["status"] in ("failed", "lost", "stopped"):
+        return "red"
+    return {"running": "blue", "finished": "green"}.get(summary["status"], "grey")
+
+
+def named_ranks(summary: Mapping[str, Any]) -> set[int]:
+    """The ranks that incidents name as culprits."""
+    names = [c.removeprefix("rank:") for row in summary["incidents"] for c in row["culprits"] if c.startswith("rank:")]
+    return {int(name) for name in names if name.isdecimal()}
 
 
 def chart_words(chart: Chart, summary: Mapping[str, Any]) -> str:
@@ -119,6 +157,8 @@ def cards(run: RunData, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "evidence": verdict.get("evidence") or {},
                 "timeline": timeline(run, row["number"]),
                 "times_threshold": round(score / threshold, 1) if threshold > 0 and score == score else None,
+                "layer": layer_words(verdict),
+                "done": in_turn(row["actions"]),
                 "skipped": row["samples_skipped"][:MAX_IDS],
                 "skipped_more": max(0, len(row["samples_skipped"]) - MAX_IDS),
                 "quarantined": [q["name"] for q in summary["quarantined"] if q["incident"] == row["number"]][:MAX_IDS],
@@ -126,6 +166,20 @@ def cards(run: RunData, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
             }
         )
     return made
+
+
+def layer_words(verdict: Mapping[str, Any]) -> str | None:
+    """The first layer in which the failing rank is unlike the healthy ones; None where nothing was compared."""
+    found = ((verdict.get("evidence") or {}).get("comparisons") or {}).get("first_deviating_layer")
+    if not isinstance(found, Mapping):
+        return None
+    if found.get("module") is None:
+        return f"none: every layer of rank {found.get('rank')} is like those of the healthy ranks"
+    failing, healthy = number(found.get("failing_rms")), number(found.get("healthy_rms"))
+    return (
+        f"{found['module']}: activations of {failing:.3g} (root mean square) on rank {found.get('rank')}, {healthy:.3g} on"
+        " the healthy ranks"
+    )
 
 
 def _experiments(run: RunData, number_: int, verdict: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -202,6 +256,36 @@ def _clock(seconds: Any) -> str:
 
 
 def _compact(value: Any) -> str:
-    """Details of an experiment on one line, cut where they would fill the page."""
-    text = json.dumps(value, default=str) if not isinstance(value, str) else value
+    """Details of an experiment on one line, numbers rounded, cut where they would fill the page."""
+    text = "; ".join(_outline_lines(value)) if isinstance(value, Mapping) else str(value)
     return text if len(text) <= 600 else text[:600] + " ..."
+
+
+def _outline(value: Any) -> str:
+    """A nested mapping as indented lines, cut where they would fill the page."""
+    lines = _outline_lines(value, nested=True)
+    return "\n".join(
+        lines[:MAX_ROWS] + [f"... {len(lines) - MAX_ROWS} more lines in the journal"] * (len(lines) > MAX_ROWS)
+    )
+
+
+def _outline_lines(value: Mapping[str, Any], *, nested: bool = False, indent: str = "") -> list[str]:
+    lines: list[str] = []
+    for key, item in value.items():
+        if nested and isinstance(item, Mapping) and item:
+            lines += [f"{indent}{key}:", *_outline_lines(item, nested=True, indent=indent + "  ")]
+        else:
+            text = _plain(item)
+            lines.append(f"{indent}{key}: {text if len(text) <= 400 else text[:400] + ' ...'}")
+    return lines
+
+
+def _plain(value: Any) -> str:
+    """A value without JSON's quotation marks, numbers to four digits."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k} {_plain(v)}" for k, v in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(_plain(v) for v in value[:12]) + (f", and {len(value) - 12} more" if len(value) > 12 else "")
+    return str(value)

@@ -14,6 +14,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -193,9 +194,10 @@ def incident_row(incident: Mapping[str, Any], run: RunData) -> dict[str, Any]:
     actions = [dict(a) for a in incident.get("actions") or ()]
     number_ = incident["number"]
     rollbacks = [e for e in run.of("action.rollback") if e.get("incident") == number_]
+    skips = [e for e in run.of("action.skip_step", "action.quarantine") if e.get("incident") == number_]
     skipped = _names(
-        *(sample_list(e, "excluded") for e in rollbacks),
-        *(sample_list(e, "sample") for e in run.of("action.skip_step") if e.get("incident") == number_),
+        [n.removeprefix("sample:") for e in [*rollbacks, *skips] for n in sample_list(e, "excluded")],
+        [n for e in skips for n in sample_list(e, "sample")],
     )
     opened = int(incident.get("opened_step", -1))
     attempt = int(incident.get("attempt", 0))
@@ -218,12 +220,23 @@ def incident_row(incident: Mapping[str, Any], run: RunData) -> dict[str, Any]:
         "culprits": list(verdict.get("culprits") or ()),
         "action": str(actions[-1].get("action")) if actions else "none",
         "actions": [str(a.get("action")) for a in actions],
-        "samples_skipped": [n.removeprefix("sample:") for n in skipped if not n.startswith("source:")],
+        "samples_skipped": [n for n in skipped if not n.startswith("source:")],
         "sources_excluded": [n.removeprefix("source:") for n in skipped if n.startswith("source:")],
         "samples_replayed": len(_names(*(sample_list(e, "replayed") for e in rollbacks))),
         "path_z": incident.get("path_z"),
         "closing": incident.get("closing", ""),
     }
+
+
+def in_turn(actions: Sequence[str]) -> list[str]:
+    """Actions in their order, what was done several times in a row once, with how often.
+
+    Example:
+        >>> in_turn(["rollback_skip", "skip_step", "skip_step", "skip_step"])
+        ['rollback_skip', '3 x skip_step']
+    """
+    runs = [(name, sum(1 for _ in run)) for name, run in groupby(actions)]
+    return [name if n == 1 else f"{n} x {name}" for name, n in runs]
 
 
 def sample_list(event: Mapping[str, Any], word: str) -> list[str]:

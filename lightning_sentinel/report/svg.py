@@ -1,4 +1,4 @@
-"""The chart and the rank heat map for the page: SVG whose colours follow the page's theme, and a small PNG.
+"""The chart for the page: SVG whose colours follow the page's theme.
 
 Every group bears a class (``s-band``, ``s-fault``, ...) that the page's legend switches on and off; every mark bears its
 sentence as ``<title>``, which is both the tooltip and what a screen reader says.
@@ -6,22 +6,40 @@ sentence as ``<title>``, which is both the tooltip and what a screen reader says
 
 from __future__ import annotations
 
-import base64
 import math
-import struct
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
 import numpy as np
 
 from .chart import LANES, Band, Chart, LaneRow, Line, lay_out, place, si
-from .data import FloatArray, Steps
 
-WIDTH, LEFT, RIGHT = 1120, 108, 24
-INNER = WIDTH - LEFT - RIGHT
 ROW = 20
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """Measures in pixels: the whole width, what is kept free on both sides, and how many labels an axis bears."""
+
+    name: str
+    width: int
+    left: int
+    right: int
+    ticks: int
+
+    @property
+    def inner(self) -> int:
+        return self.width - self.left - self.right
+
+    @property
+    def edge(self) -> int:
+        """Where the panels end on the right."""
+        return self.width - self.right
+
+
+WIDE = Sheet("wide", 1120, 108, 24, 8)
+NARROW = Sheet("narrow", 480, 98, 10, 4)  # for a phone: the same words at the same size
 
 # Kind of a mark: glyph and CSS class of its colour.
 _GLYPHS = {
@@ -73,11 +91,12 @@ class _Axis:
     y_range: tuple[float, float]
     top: float
     height: float
+    sheet: Sheet
     log: bool = False
 
     def x(self, tokens: float) -> float:
         low, high = self.x_range
-        return LEFT + (tokens - low) / (high - low) * INNER
+        return self.sheet.left + (tokens - low) / (high - low) * self.sheet.inner
 
     def y(self, value: float) -> float:
         low, high = self.y_range
@@ -105,12 +124,13 @@ class _Axis:
         return f"M{'L'.join(there + back)}Z" if there else ""
 
 
-def chart_svg(chart: Chart, description: str) -> str:
+def chart_svg(chart: Chart, description: str, sheet: Sheet = WIDE) -> str:
     """The whole chart as one SVG element."""
-    laid = {lane: lay_out(chart, lane, INNER) for lane in chart.lanes}
+    left, edge = sheet.left, sheet.edge
+    laid = {lane: lay_out(chart, lane, sheet.inner) for lane in chart.lanes}
     body: list[str] = []
     top = 34.0
-    loss = _Axis(chart.x_range, chart.loss_range, top, 330, chart.log_loss)
+    loss = _Axis(chart.x_range, chart.loss_range, top, 330, sheet, chart.log_loss)
     body += _frame(loss, "loss, nats per token" + (" (log)" if chart.log_loss else ""), value_ticks(loss))
     body += _step_ticks(chart, loss)
     body += _loss_lines(chart, loss)
@@ -119,34 +139,35 @@ def chart_svg(chart: Chart, description: str) -> str:
     for lane, (items, rows) in laid.items():
         height = ROW * rows + 6.0
         body.append(
-            f'<g class="s-{lane}"><text class="lane" x="{LEFT - 10}" y="{top + height / 2 + 4:.0f}">{LANES[lane]}</text>'
+            f'<g class="s-{lane}"><text class="lane" x="{left - 8}" y="{top + height / 2 + 4:.0f}">{LANES[lane]}</text>'
         )
         body += [_mark_svg(item, loss, top + 3 + ROW * (item.row + 0.5)) for item in items]
         body.append("</g>")
         top += height
-        body.append(f'<line class="rule" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{top:.0f}" y2="{top:.0f}"/>')
+        body.append(f'<line class="rule" x1="{left}" x2="{edge}" y1="{top:.0f}" y2="{top:.0f}"/>')
     top += 16 if top > strip_top else 0
     for title, lines, log_scale in _panels(chart):
-        axis = _Axis(chart.x_range, _limits([line for _, line in lines], log_scale), top, 84, log_scale)
+        axis = _Axis(chart.x_range, _limits([line for _, line in lines], log_scale), top, 84, sheet, log_scale)
         body += _frame(axis, "", value_ticks(axis, few=True))
         body += [f'<path class="{css}" d="{axis.path(line)}"/>' for css, line in lines]
         # Within the frame: on the side it would be longer than the panel is high.
-        body.append(
-            f'<text class="inside" text-anchor="end" x="{WIDTH - RIGHT - 8}" y="{top + 15:.0f}">{escape(title)}</text>'
-        )
+        body.append(f'<text class="inside" text-anchor="end" x="{edge - 8}" y="{top + 15:.0f}">{escape(title)}</text>')
         spans.append((axis.top, axis.top + axis.height))
         top += axis.height + 16
     body += _incident_lines(chart, loss, spans)
     body += [
         f'<text class="tick" text-anchor="middle" x="{loss.x(v):.1f}" y="{top:.0f}">{si(v)}</text>'
-        for v in linear_ticks(*chart.x_range, 8)
+        for v in linear_ticks(*chart.x_range, sheet.ticks)
     ]
-    body.append(f'<text class="axis" text-anchor="middle" x="{LEFT + INNER / 2}" y="{top + 20:.0f}">tokens</text>')
+    body.append(
+        f'<text class="axis" text-anchor="middle" x="{left + sheet.inner / 2}" y="{top + 20:.0f}">tokens</text>'
+    )
     full_height = top + 28
+    name = sheet.name
     return (
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {full_height:.0f}" role="img" aria-labelledby="chart-title chart-text">'
-        f'<title id="chart-title">Loss against tokens</title><desc id="chart-text">{escape(description)}</desc>'
-        f"{''.join(body)}</svg>"
+        f'<svg class="chart {name}" viewBox="0 0 {sheet.width} {full_height:.0f}" role="img"'
+        f' aria-labelledby="{name}-title {name}-text"><title id="{name}-title">Loss against tokens</title>'
+        f'<desc id="{name}-text">{escape(description)}</desc>{"".join(body)}</svg>'
     )
 
 
@@ -179,11 +200,14 @@ def _limits(lines: Sequence[Line], log_scale: bool) -> tuple[float, float]:
 
 
 def _frame(axis: _Axis, title: str, ticks: Sequence[float]) -> list[str]:
-    parts = [f'<rect class="frame" x="{LEFT}" y="{axis.top:.0f}" width="{INNER}" height="{axis.height:.0f}"/>']
+    left, edge = axis.sheet.left, axis.sheet.edge
+    parts = [
+        f'<rect class="frame" x="{left}" y="{axis.top:.0f}" width="{axis.sheet.inner}" height="{axis.height:.0f}"/>'
+    ]
     for value in ticks:
         y = axis.y(value)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" text-anchor="end" x="{LEFT - 8}" y="{y + 4:.1f}">{_tick(value)}</text>')
+        parts.append(f'<line class="grid" x1="{left}" x2="{edge}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick" text-anchor="end" x="{left - 8}" y="{y + 4:.1f}">{_tick(value)}</text>')
     place_at = f"translate(18,{axis.top + axis.height / 2:.0f}) rotate(-90)"
     parts.append(f'<text class="axis" text-anchor="middle" transform="{place_at}">{escape(title)}</text>')
     return parts
@@ -197,8 +221,8 @@ def _step_ticks(chart: Chart, axis: _Axis) -> list[str]:
     tokens, steps = chart.steps.x, chart.steps.y
     if len(tokens) < 2 or not (np.diff(tokens) > 0).all():
         return []
-    parts = [f'<text class="tick" text-anchor="end" x="{LEFT - 8}" y="20">step</text>']
-    for value in linear_ticks(float(steps[0]), float(steps[-1]), 8):
+    parts = [f'<text class="tick" text-anchor="end" x="{axis.sheet.left - 8}" y="20">step</text>']
+    for value in linear_ticks(float(steps[0]), float(steps[-1]), axis.sheet.ticks):
         if value == int(value):
             x = axis.x(float(np.interp(value, steps, tokens)))
             parts.append(f'<text class="tick" text-anchor="middle" x="{x:.1f}" y="20">{int(value):,}</text>')
@@ -236,8 +260,11 @@ def _incident_lines(chart: Chart, axis: _Axis, spans: Sequence[tuple[float, floa
 
 
 def _disc(x: float, y: float, label: str, css: str, detail: str, *, link: bool) -> str:
+    # A square still needs somebody, a disc does not: told apart without colour.
+    shape = '<rect class="fill red" x="-9" y="-9" width="18" height="18"/>' if css == "red" else ""
+    shape = shape or f'<circle class="fill {css}" r="9"/>'
     disc = (
-        f'<g transform="translate({x:.1f},{y:.1f})"><title>{escape(detail)}</title><circle class="fill {css}" r="9"/>'
+        f'<g transform="translate({x:.1f},{y:.1f})"><title>{escape(detail)}</title>{shape}'
         f'<text class="number" text-anchor="middle" y="4">{escape(label)}</text></g>'
     )
     return f'<a href="#incident-{escape(label)}" aria-label="{escape(detail)}">{disc}</a>' if link else disc
@@ -323,70 +350,3 @@ def log_ticks(low: float, high: float, *, few: bool = False) -> list[float]:
 def value_ticks(axis: _Axis, *, few: bool = False) -> list[float]:
     low, high = axis.y_range
     return log_ticks(low, high, few=few) if axis.log else linear_ticks(low, high, 3 if few else 7)
-
-
-# --------------------------------------------------------------------------------------------------------------- heat map
-
-
-@dataclass(frozen=True)
-class HeatMap:
-    """Excess of each rank's loss over the median of the ranks, over time, as an image.
-
-    Attributes:
-        image: ``data:`` address of a PNG, a row for each rank.
-        full_scale: Excess in nats at which the colour is full.
-        ranks: Number of ranks.
-        worst: Share of the journalled steps at which each rank was the worst, the most frequent first.
-        text: What the picture shows in a sentence.
-    """
-
-    image: str
-    full_scale: float
-    ranks: int
-    worst: list[tuple[int, float]]
-    text: str
-
-
-def heat_map(steps: Steps, *, columns: int = 600) -> HeatMap | None:
-    """The heat map over all passes in the order written; None for one rank or without the ranks' losses."""
-    losses = steps.rank_losses
-    if losses is None:
-        return None
-    with np.errstate(invalid="ignore"):
-        excess = losses - steps["loss_median"][:, None]
-    nonfinite = ~np.isfinite(losses)
-    excess = np.where(np.isfinite(excess), excess, 0.0).clip(min=0.0)
-    starts = np.unique(np.linspace(0, len(excess), min(columns, len(excess)) + 1).astype(np.int64)[:-1])
-    cells = np.maximum.reduceat(excess, starts, axis=0).T
-    broken = np.logical_or.reduceat(nonfinite, starts, axis=0).T
-    # Full colour is reached at an excess that healthy noise does not reach, or at the largest one.
-    noise = float(np.quantile(excess, 0.99)) if excess.size else 0.0
-    full = max(float(min(cells.max(), max(1.0, 10 * noise))), 1e-9)
-    worst = steps["worst_rank"][np.isfinite(steps["worst_rank"])].astype(np.int64)
-    counts = np.bincount(worst, minlength=losses.shape[1]) / max(1, worst.size)
-    ranked = sorted(((r, float(c)) for r, c in enumerate(counts) if c > 0), key=lambda rc: -rc[1])[:5]
-    rank, column = np.unravel_index(int(np.argmax(cells)), cells.shape)
-    at = int(steps.step[starts[column]])
-    text = f"largest excess: rank {rank}, {cells.max():.2f} nats above the median of the ranks, near step {at}"
-    return HeatMap(_png(_shade(cells / full, broken)), full, losses.shape[1], ranked, text)
-
-
-def _shade(share: FloatArray, broken: np.ndarray) -> np.ndarray:
-    """RGBA bytes ``[ranks, columns, 4]``: vermilion, the more opaque the further out; purple where not finite."""
-    pixels = np.zeros((*share.shape, 4), dtype=np.uint8)
-    pixels[..., :3] = (213, 94, 0)
-    pixels[..., 3] = (np.sqrt(share.clip(0, 1)) * 255).astype(np.uint8)
-    pixels[broken] = (170, 68, 153, 255)
-    return pixels
-
-
-def _png(pixels: np.ndarray) -> str:
-    """A ``data:`` address of RGBA pixels ``[height, width, 4]``."""
-    height, width, _ = pixels.shape
-    raw = b"".join(b"\0" + row.tobytes() for row in pixels)
-    chunk: Callable[[bytes, bytes], bytes] = lambda kind, data: (  # noqa: E731
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-    )
-    head = struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0)
-    data = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(raw, 9)) + chunk(b"IEND", b"")
-    return "data:image/png;base64," + base64.b64encode(data).decode("ascii")

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_sentinel.callbacks.rank_telemetry import ALL_RANKS, outliers
 from lightning_sentinel.incidents import (
     Experiment,
     Finding,
@@ -106,7 +107,12 @@ class MadeRun:
                 batch_idx=step,
                 loss_bits="40000000",
                 sources={},
-                **({"rank_losses": losses.round(6).tolist()} if self.ranks > 1 else {}),
+                **({"rank_losses": losses.round(6).tolist()} if 1 < self.ranks <= ALL_RANKS else {}),
+                **(
+                    {"outlier_losses": {str(r): float(losses[r]) for r in outliers(losses)}}
+                    if self.ranks > ALL_RANKS
+                    else {}
+                ),
             )
 
     def incident(

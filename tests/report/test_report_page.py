@@ -18,9 +18,10 @@ from lightning_sentinel.report.build import write_reports
 from lightning_sentinel.report.chart import build_chart, lay_out, loss_limits, place, thin, thin_band
 from lightning_sentinel.report.curve import key_lines, render_png
 from lightning_sentinel.report.data import load_run
-from lightning_sentinel.report.html import render_html
+from lightning_sentinel.report.heat import heat_map, often_worst
+from lightning_sentinel.report.html import cards, glance, layer_words, render_html
 from lightning_sentinel.report.summary import summarise
-from lightning_sentinel.report.svg import heat_map, linear_ticks, log_ticks
+from lightning_sentinel.report.svg import NARROW, WIDE, chart_svg, linear_ticks, log_ticks
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 EVIL = "<script>alert(1)</script>"
@@ -111,11 +112,104 @@ def test_one_bad_rank_is_drawn_as_itself(tmp_path: Path) -> None:
     assert chart.log_loss
     assert chart.loss_range[1] > 40
     assert np.nanmax(chart.mean.y) < 6
-    heat = heat_map(run.steps)
+    heat = heat_map(run.steps, {41}, sheets=(WIDE, NARROW))
     assert heat is not None
-    assert heat.ranks == 64
+    assert (heat.shown, heat.world_size) == (64, 64)
     assert heat.text.startswith("largest excess: rank 41, 3")
-    assert heat.worst[0][0] == 41
+    assert [re.findall(r'<text class="lane"[^>]*>([^<]*)<', svg) for svg in heat.svg] == [["rank 41"]] * 2
+    assert [re.findall(r"back to step (\d+)", svg) for svg in heat.svg] == [["100"]] * 2
+    assert heat.worst == []  # five steps out of 325 are no habit
+
+
+def test_of_more_than_64_ranks_the_journal_keeps_those_furthest_out(tmp_path: Path) -> None:
+    bad_rank(tmp_path, ranks=200, rank=137)
+    run = load_run(tmp_path)
+    steps = run.steps
+    assert steps.world_size == 200
+    assert len(steps.ranks) == 64
+    assert steps.rank_known is not None
+    assert steps.rank_known.sum(axis=1).max() == 8
+    column = steps.ranks.tolist().index(137)
+    assert steps.rank_losses is not None
+    bad = np.flatnonzero((steps.step >= 120) & (steps.step < 125) & (steps.attempt == 0))
+    assert (steps.rank_losses[bad, column] > 35).all()
+    chart = build_chart(run, summarise(run))
+    assert chart.worst is not None
+    assert chart.worst[0] == 137
+    text = render_html(run, summarise(run))
+    assert "Shown are the 64 of 200 ranks that were ever furthest out" in text
+    assert "largest excess: rank 137" in text
+
+
+def test_a_rank_is_named_for_being_the_worst_only_beyond_chance(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path, ranks=4)
+    run.begin()
+    run.run(200)
+    assert often_worst(load_run(tmp_path).steps) == []
+    run.bad_rank = {2: 4.0}
+    run.run(200)
+    run.end()
+    steps = load_run(tmp_path).steps
+    [(rank, share)] = often_worst(steps)
+    assert (rank, share) == (2, float((steps["worst_rank"] == 2).mean()))
+
+
+def test_the_layer_in_which_a_rank_first_differs_is_named() -> None:
+    compared = {"module": "layers.2.mixer", "rank": 1, "healthy_rank": 0, "failing_rms": 14.25, "healthy_rms": 1.003}
+    verdict = {"evidence": {"comparisons": {"first_deviating_layer": compared}}}
+    assert layer_words(verdict) == (
+        "layers.2.mixer: activations of 14.2 (root mean square) on rank 1, 1 on the healthy ranks"
+    )
+    assert layer_words({"evidence": {"comparisons": {"first_deviating_layer": None}}}) is None
+    compared["module"] = None
+    assert layer_words(verdict) == "none: every layer of rank 1 is like those of the healthy ranks"
+
+
+def test_what_is_done_step_after_step_is_told_once(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.begin()
+    run.run(40)
+    incident = run.incident(1, FindingKind.NONFINITE_GRADS, verdict=data_verdict())
+    for _ in range(6):
+        run.run(1, applied=False)
+        run.act(incident, "skip_step", sample_ids=[f"s{run.step - 1}"])
+    run.run(3)
+    run.act(incident, "skip_step", sample_ids=["late"])
+    run.run(30)
+    run.close(incident)
+    run.end()
+    data = load_run(tmp_path)
+    summary = summarise(data)
+    marks = [(m.label, m.step, m.end is not None) for m in build_chart(data, summary).marks if m.lane == "action"]
+    assert marks == [("6 x skip step", 40, True), ("skip step", 48, False)]
+    [card] = cards(data, summary)
+    assert card["done"] == ["7 x skip_step"]
+    assert card["samples_skipped"] == [*(f"s{n}" for n in range(40, 46)), "late"]
+
+
+def test_the_table_at_the_top_shows_what_needs_somebody_first() -> None:
+    made = [
+        {"number": n, "status": "escalated" if n == 3 else "open" if n == 17 else "recovered"} for n in range(1, 21)
+    ]
+    assert [c["number"] for c in glance(made)] == [17, 3, 20, 19, 18, 16, 15, 14, 13, 12, 11, 10]
+
+
+def test_open_and_closed_are_told_apart_without_colour(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.run(20)
+    first = run.incident(1, FindingKind.SPIKE, verdict=data_verdict())
+    run.run(30)
+    run.close(first)
+    run.incident(2, FindingKind.SPIKE, verdict=data_verdict())
+    run.run(5)
+    data = load_run(tmp_path)
+    for sheet in (WIDE, NARROW):
+        svg = chart_svg(build_chart(data, summarise(data)), "words", sheet)
+        assert svg.count('<rect class="fill red"') == 2  # in the panel and in the lane
+        assert svg.count('<circle class="fill green"') == 2
+        lefts = [float(x) for x in re.findall(r'<text[^>]* x="(-?[\d.]+)"', svg)]
+        assert min(lefts) >= 0
+        assert max(lefts) <= sheet.width
 
 
 def test_words_at_the_right_edge_stand_on_the_left_of_their_mark(tmp_path: Path) -> None:
@@ -225,7 +319,7 @@ def test_the_page_needs_nothing_else_and_its_links_resolve(parade_dir: Path) -> 
     assert "0.135" in text  # the geometric-mean token probability
     for words in ("The batch alone gives this loss, whatever the weights.", "neighbour batch", "2.0 times it"):
         assert words in text
-    assert "recovered loss 0.4 robust sigma from the forecast made before the incident" in text
+    assert "<strong>+0.40 robust sigma</strong> from the forecast made before the incident." in text
     assert f"{400:064x}" in text  # the hash of a checkpoint
 
 
@@ -275,6 +369,17 @@ def test_a_browser_shows_the_page_without_complaint(parade_dir: Path, tmp_path: 
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
+    shown = subprocess.run(
+        [
+            CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
+            f"--window-size={width},1600", "--dump-dom", (parade_dir / "report.html").as_uri(),
+        ],
+        capture_output=True, text=True, timeout=120, check=True,
+    ).stdout  # fmt: skip
+    page = Page(shown)
+    assert [i for i in page.ids if i.startswith("incident-")] == [f"incident-{n}" for n in (1, 2, 3, 4)]
+    assert {link.removeprefix("#") for link in page.links if link.startswith("#")} <= set(page.ids)
+    assert "parsererror" not in page.tags
     from matplotlib import image
 
     pixels = image.imread(picture)

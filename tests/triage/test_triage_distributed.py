@@ -70,6 +70,15 @@ def test_what_only_one_rank_has_is_said_to_be_its_own(verdicts: Any) -> None:
     assert [v["evidence"]["ranks"] for v in verdicts["rate_spike"]] == [[1], [1]]
 
 
+def test_the_first_layer_in_which_a_rank_differs_is_named(verdicts: Any) -> None:
+    found = [v["evidence"]["comparisons"]["first_deviating_layer"] for v in verdicts["loud_layer"]]
+    assert found[0] == found[1]
+    assert (found[0]["module"], found[0]["rank"], found[0]["healthy_rank"]) == ("blocks.2.mixer", 1, 0)
+    assert found[0]["failing_rms"] / found[0]["healthy_rms"] == pytest.approx(50, rel=0.5)
+    healthy = verdicts["healthy"][0]["evidence"]["comparisons"]["first_deviating_layer"]
+    assert healthy["module"] is None
+
+
 def test_an_experiment_that_fails_on_one_rank_is_available_on_none(verdicts: Any) -> None:
     for verdict in verdicts["failing_replay"]:
         assert verdict["sentence"] == "The step could not be replayed: rank 1: RuntimeError: no second time"

@@ -121,8 +121,10 @@ def test_a_bad_batch_is_data_and_all_its_samples_are_named() -> None:
         "rank_values",
         "gradient_norms",
         "activation_norms",
+        "first_deviating_layer",
         "input_manifest",
     }
+    assert verdict.evidence["comparisons"]["first_deviating_layer"] is None  # one rank: nobody to compare with
     assert verdict.evidence["comparisons"]["input_manifest"][0]["sample_ids"] == list(ids)
 
 

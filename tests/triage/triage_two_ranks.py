@@ -27,6 +27,7 @@ from lightning_sentinel.triage.window import restore_buffers
 
 SNAPSHOT = 4
 FAULTS = {  # at which step which one
+    4: "loud_layer",
     5: "healthy",
     6: "transient",
     7: "masked_rank",
@@ -45,6 +46,9 @@ class Fault(L.Callback):
         name = FAULTS.get(trainer.global_step)
         if trainer.global_rank != 1:
             return
+        if name == "loud_layer":
+            mixer = pl_module.blocks[2].mixer
+            self.hook = mixer.register_forward_hook(lambda module, args, output: output * 50.0)
         if name == "bad_rank":
             pl_module.head.weight.data.normal_(0.0, 10.0, generator=torch.Generator().manual_seed(1))
         if name == "transient":
@@ -67,6 +71,8 @@ class Fault(L.Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         pl_module.refuses = False
+        if FAULTS.get(trainer.global_step - 1) == "loud_layer" and trainer.global_rank == 1:
+            self.hook.remove()
         trainer.optimizers[0].param_groups[0]["lr"] = 1e-3
 
 

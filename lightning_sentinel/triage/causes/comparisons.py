@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..ladder import Ladder
+from ..layers import first_deviation
 from ..window import tensors
 
 
@@ -33,7 +34,8 @@ class Comparisons(Ladder):
         except Exception as failure:  # the user's batch: it may hold anything
             mine["input_manifest"] = f"not available: {type(failure).__name__}: {failure}"
         mine["replayed_grad_norm"] = replayed
-        shown = self.peers.gather(mine)[worst]
+        everyone = self.peers.gather(mine)
+        shown = everyone[worst]
         return {
             "token_level_losses": shown["token_level_losses"],
             "rank_values": {
@@ -49,6 +51,7 @@ class Comparisons(Ladder):
                 else math.nan,
             },
             "activation_norms": shown["activation_norms"],
+            "first_deviating_layer": first_deviation([m["activation_norms"] for m in everyone], worst),
             "input_manifest": shown["input_manifest"],
         }
 

@@ -1,0 +1,153 @@
+"""The heat map of the ranks for the page: a small PNG inside an SVG that names ranks and steps."""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+import zlib
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+
+from .data import FloatArray, Steps
+from .svg import WIDE, Sheet, linear_ticks
+
+# How many standard deviations more often than chance a rank must be the worst to be named for it.
+UNUSUAL = 4.0
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """Excess of each rank's loss over the median of the ranks, over time.
+
+    Attributes:
+        svg: The picture, one SVG element for each sheet.
+        text: What it shows in a sentence.
+        full_scale: Excess in nats at which the colour is full.
+        shown: Number of rows.
+        world_size: Number of ranks.
+        worst: Ranks that were the worst more often than chance allows, with their share of the journalled steps.
+    """
+
+    svg: tuple[str, ...]
+    text: str
+    full_scale: float
+    shown: int
+    world_size: int
+    worst: list[tuple[int, float]]
+
+
+def heat_map(
+    steps: Steps, named: Collection[int] = (), *, columns: int = 600, sheets: tuple[Sheet, ...] = (WIDE,)
+) -> HeatMap | None:
+    """The heat map over all passes in the order written; None for one rank or without the ranks' losses.
+
+    Args:
+        steps: The journal's steps.
+        named: Ranks that an incident names; their rows are labelled.
+        columns: Stretches of time at most.
+        sheets: One picture for each.
+    """
+    losses, known = steps.rank_losses, steps.rank_known
+    if losses is None or known is None:
+        return None
+    with np.errstate(invalid="ignore"):
+        excess = losses - steps["loss_median"][:, None]
+    excess = np.where(np.isfinite(excess), excess, 0.0).clip(min=0.0)
+    starts = np.unique(np.linspace(0, len(excess), min(columns, len(excess)) + 1).astype(np.int64)[:-1])
+    cells = np.maximum.reduceat(excess, starts, axis=0).T
+    broken = np.logical_or.reduceat(known & ~np.isfinite(losses), starts, axis=0).T
+    # Full colour is reached at an excess that healthy noise does not reach, or at the largest one.
+    noise = float(np.quantile(excess, 0.99)) if excess.size else 0.0
+    full = max(float(min(cells.max(), max(1.0, 10 * noise))), 1e-9)
+    row, column = np.unravel_index(int(np.argmax(cells)), cells.shape)
+    rank, at = int(steps.ranks[row]), int(steps.step[starts[column]])
+    text = f"largest excess: rank {rank}, {cells.max():.2f} nats above the median of the ranks, near step {at}"
+    if broken.any():
+        ranks = ", ".join(str(r) for r in steps.ranks[broken.any(axis=1)][:8])
+        text += f"; not finite at times: rank {ranks}"
+    worst = often_worst(steps)
+    image = _png(_shade(cells / full, broken))
+    labelled = sorted({*named, rank, *(r for r, _ in worst)})
+    pictures = tuple(_picture(steps, starts, image, labelled, text, sheet) for sheet in sheets)
+    return HeatMap(pictures, text, full, len(cells), max(steps.world_size, len(cells)), worst)
+
+
+def often_worst(steps: Steps) -> list[tuple[int, float]]:
+    """Ranks that were the worst more often than equal ranks would be, the most frequent first, at most five.
+
+    Under chance a count is binomial with probability ``1 / world_size``; its normal approximation judges.
+    """
+    worst = steps["worst_rank"][np.isfinite(steps["worst_rank"])].astype(np.int64)
+    n, ranks = worst.size, max(steps.world_size, 2)
+    if not n:
+        return []
+    share = np.bincount(worst, minlength=ranks) / n
+    limit = 1 / ranks + UNUSUAL * math.sqrt((1 - 1 / ranks) / ranks / n)
+    return sorted(((r, float(s)) for r, s in enumerate(share) if s > limit), key=lambda rs: -rs[1])[:5]
+
+
+def _picture(steps: Steps, starts: np.ndarray, image: str, labelled: list[int], text: str, sheet: Sheet) -> str:
+    rows = len(steps.ranks)
+    row = min(24.0, max(4.0, 320 / rows))
+    height = row * rows
+    everyone = rows <= 16
+    parts = [
+        f'<image href="{image}" x="{sheet.left}" y="4" width="{sheet.inner}" height="{height:.1f}"'
+        ' preserveAspectRatio="none" style="image-rendering: pixelated"/>',
+        f'<rect class="frame" x="{sheet.left}" y="4" width="{sheet.inner}" height="{height:.1f}"/>',
+    ]
+    last = -math.inf
+    for i, rank in enumerate(steps.ranks.tolist()):
+        y = 4 + row * (i + 0.5)
+        if (everyone or rank in labelled or i in (0, rows - 1)) and y - last >= 11:
+            last = y
+            css = "lane" if rank in labelled else "tick"
+            parts.append(
+                f'<text class="{css}" text-anchor="end" x="{sheet.left - 8}" y="{y + 4:.1f}">rank {rank}</text>'
+            )
+    # The columns are passes in the order computed: where one was abandoned, the steps begin again further back.
+    position = np.interp(np.arange(len(steps)), [*starts, len(steps)], np.arange(len(starts) + 1)) / len(starts)
+    for i in (np.flatnonzero(np.diff(steps.branch) > 0) + 1).tolist()[:60]:
+        x = sheet.left + sheet.inner * float(position[i])
+        title = f"back to step {int(steps.step[i])}"
+        parts.append(
+            f'<line class="stroke thin blue" stroke-dasharray="3 3" x1="{x:.1f}" x2="{x:.1f}" y1="4"'
+            f' y2="{height + 4:.1f}"><title>{title}</title></line>'
+        )
+    for i in linear_ticks(0, len(steps) - 1, sheet.ticks) if len(steps) > 1 else [0.0]:
+        x = sheet.left + sheet.inner * float(position[int(i)])
+        step = int(steps.step[int(i)])
+        parts.append(f'<text class="tick" text-anchor="middle" x="{x:.1f}" y="{height + 20:.0f}">{step:,}</text>')
+    parts.append(
+        f'<text class="axis" text-anchor="middle" x="{sheet.left + sheet.inner / 2:.0f}" y="{height + 36:.0f}">step, in the'
+        " order computed</text>"
+    )
+    return (
+        f'<svg class="chart {sheet.name}" viewBox="0 0 {sheet.width} {height + 44:.0f}" role="img"'
+        f' aria-label="Heat map of rank against time; {escape(text)}">{"".join(parts)}</svg>'
+    )
+
+
+def _shade(share: FloatArray, broken: np.ndarray) -> np.ndarray:
+    """RGBA bytes ``[ranks, columns, 4]``: vermilion, the more opaque the further out; purple where not finite."""
+    pixels = np.zeros((*share.shape, 4), dtype=np.uint8)
+    pixels[..., :3] = (213, 94, 0)
+    pixels[..., 3] = (np.sqrt(share.clip(0, 1)) * 255).astype(np.uint8)
+    pixels[broken] = (170, 68, 153, 255)
+    return pixels
+
+
+def _png(pixels: np.ndarray) -> str:
+    """A ``data:`` address of RGBA pixels ``[height, width, 4]``."""
+    height, width, _ = pixels.shape
+    raw = b"".join(b"\0" + row.tobytes() for row in pixels)
+    chunk: Callable[[bytes, bytes], bytes] = lambda kind, data: (  # noqa: E731
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    )
+    head = struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0)
+    data = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(raw, 9)) + chunk(b"IEND", b"")
+    return "data:image/png;base64," + base64.b64encode(data).decode("ascii")
