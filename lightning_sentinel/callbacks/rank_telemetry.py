@@ -512,7 +512,7 @@ def outliers(losses: npt.NDArray[np.float64]) -> list[int]:
         [70, 71, 0]
     """
     height = np.where(np.isfinite(losses), losses, np.inf)
-    return np.argsort(-height, kind="stable")[:KEPT_OUTLIERS].tolist()
+    return [int(rank) for rank in np.argsort(-height, kind="stable")[:KEPT_OUTLIERS]]
 
 
 def _stack(values: Sequence[Tensor | float], device: torch.device) -> Tensor:

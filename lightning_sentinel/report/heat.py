@@ -118,9 +118,9 @@ def _picture(steps: Steps, starts: np.ndarray, image: str, labelled: list[int], 
             f'<line class="stroke thin blue" stroke-dasharray="3 3" x1="{x:.1f}" x2="{x:.1f}" y1="4"'
             f' y2="{height + 4:.1f}"><title>{title}</title></line>'
         )
-    for i in linear_ticks(0, len(steps) - 1, sheet.ticks) if len(steps) > 1 else [0.0]:
-        x = sheet.left + sheet.inner * float(position[int(i)])
-        step = int(steps.step[int(i)])
+    for tick in linear_ticks(0, len(steps) - 1, sheet.ticks) if len(steps) > 1 else [0.0]:
+        x = sheet.left + sheet.inner * float(position[int(tick)])
+        step = int(steps.step[int(tick)])
         parts.append(f'<text class="tick" text-anchor="middle" x="{x:.1f}" y="{height + 20:.0f}">{step:,}</text>')
     parts.append(
         f'<text class="axis" text-anchor="middle" x="{sheet.left + sheet.inner / 2:.0f}" y="{height + 36:.0f}">step, in the'
