@@ -31,9 +31,11 @@ from typing import Any, ClassVar
 from ..incidents import Finding, FindingKind, Severity
 from ..record import StepRecord
 from .base import mean_loss
-from .robust import RollingWindow, check_bound, check_count
+from .robust import MAD_TO_SIGMA, RollingWindow, check_bound, check_count, sorted_mad, sorted_median
 
 FAST = 5  # values in the short median
+FEW = 5  # accepted losses from which their spread says something
+COLD_SIGMA = 4.0  # robust sigma of the logarithm of the loss, above the largest of them, that is no chance
 CORRELATION_MEMORY = 256  # steps over which the autocorrelation is averaged
 # The tail of the accepted jumps: the part of them that counts as tail, the fewest, and Hill's index of a normal distribution
 # there with the number of values that it weighs as much as.
@@ -220,12 +222,31 @@ class Spike:
 
     def _cold(self, record: StepRecord, loss: float, center: float, scale: float) -> list[Finding]:
         """Too little history for a band: only a multiple of everything seen so far is stated."""
-        if self._accepted >= 2:
-            top = max(self._level.values)
-            if top > 0 and loss > self.explosion * top:
-                return [self._exploded(record, loss, top)]
+        limit = self._explosion_limit()
+        if loss > limit * max(self._level.values, default=math.inf):
+            return [self._exploded(record, loss, max(self._level.values), limit)]
         self._accept(loss, center, scale)
         return []
+
+    def _explosion_limit(self) -> float:
+        """Multiple of the largest accepted loss that is an explosion; infinite while nothing can be said.
+
+        A loss of small batches with a heavy tail passes ``explosion`` times its largest of a few by chance. What it
+        must pass is as many times more as the losses so far differ among themselves, in robust sigma of their logarithms
+        (and in plain ones: a loss near zero has no meaningful ratio); of fewer than five, the square of ``explosion``.
+        """
+        losses = self._level.values
+        if len(losses) < 2 or max(losses) <= 0:
+            return math.inf
+        top = max(losses)
+        if len(losses) < FEW:
+            return self.explosion**2
+        limit = max(self.explosion, (self._level.median + self.gross * self._level.sigma) / top)
+        if min(losses) > 0:
+            logs = sorted(math.log(x) for x in losses)
+            spread = MAD_TO_SIGMA * sorted_mad(logs, sorted_median(logs))
+            limit = max(limit, math.exp(COLD_SIGMA * spread))
+        return limit
 
     def _start(self, record: StepRecord, loss: float, center: float, scale: float, band: float, incident: bool) -> None:
         restart = record.restart_step
@@ -236,18 +257,18 @@ class Spike:
         self._recent.clear()
         self._recent.push(loss)
 
-    def _exploded(self, record: StepRecord, loss: float, top: float) -> Finding:
-        self._start(record, loss, top, self.scale_floor * top, 0.5 * (self.explosion - 1) * top, incident=True)
+    def _exploded(self, record: StepRecord, loss: float, top: float, limit: float) -> Finding:
+        self._start(record, loss, top, self.scale_floor * top, 0.5 * (limit - 1) * top, incident=True)
         return self._finding(
             record,
             FindingKind.SPIKE,
             Severity.INCIDENT,
             score=loss / top,
-            threshold=self.explosion,
+            threshold=limit,
             unit="x largest loss",
             life="open",
             message=f"Loss {loss:.4g} at step {record.step} is {loss / top:.2f} times the largest of the last"
-            f" {len(self._level)} losses, {top:.4g} (limit {self.explosion:g} during warm-up).",
+            f" {len(self._level)} losses, {top:.4g} (limit {limit:.3g} during warm-up).",
         )
 
     def _begin(self, record: StepRecord, loss: float, center: float, scale: float, band: float) -> Finding:
@@ -317,6 +338,9 @@ class Spike:
         if spike.rows < FAST:
             return None
         center = max(self._recent.values[-FAST:])
+        if self._accepted < self.warmup:  # the scale is not known yet
+            limit = self._explosion_limit()
+            return self._exploded(record, loss, center, limit) if loss > limit * max(center, spike.peak) else None
         if loss - center < max(spike.band, 0.5 * (spike.peak - spike.level), self._least_jump(center)):
             return None
         level = self._recent.median

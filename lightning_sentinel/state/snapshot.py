@@ -40,6 +40,7 @@ from ..context import context_of
 from . import lightning_private as private
 from . import rng
 from .cursor import cursor_problems, restore_cursor, take_cursor
+from .plain import from_plain, to_plain
 from .tree import HostCopies, clone, copy_into, local, tensor_bytes
 
 FORMAT = 1
@@ -688,7 +689,7 @@ def to_payload(snapshot: Snapshot) -> dict[str, Any]:
     """
     payload: dict[str, Any] = {"format": FORMAT}
     for entry in fields(snapshot):
-        payload[entry.name] = _plain(getattr(snapshot, entry.name), entry.name)
+        payload[entry.name] = to_plain(getattr(snapshot, entry.name), entry.name)
     return payload
 
 
@@ -700,66 +701,5 @@ def from_payload(payload: dict[str, Any]) -> Snapshot:
             " of lightning-sentinel that wrote it."
         )
     return Snapshot(
-        **{entry.name: _unplain(payload[entry.name]) for entry in fields(Snapshot) if entry.name in payload}
+        **{entry.name: from_plain(payload[entry.name]) for entry in fields(Snapshot) if entry.name in payload}
     )
-
-
-_PLAIN_TYPES = (int, float, bool, str, type(None), bytes)
-
-
-def _plain(value: Any, where: str) -> Any:
-    import numpy as np
-
-    if isinstance(value, Tensor):
-        return local(value.detach())
-    if type(value) in _PLAIN_TYPES:
-        return value
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        shape, kind = list(value.shape), value.dtype.str
-        data = torch.from_numpy(np.frombuffer(np.ascontiguousarray(value).tobytes(), dtype=np.uint8).copy())
-        return {"__array__": kind, "shape": shape, "data": data}
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, dict):
-        return {_plain_key(k, where): _plain(v, f"{where}.{k}") for k, v in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_plain(v, f"{where}[{i}]") for i, v in enumerate(value))
-    if isinstance(value, list):
-        return [_plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
-    if isinstance(value, (set, frozenset)):
-        return {"__set__": [_plain(v, where) for v in sorted(value)]}
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, torch.dtype):
-        return {"__dtype__": str(value).removeprefix("torch.")}
-    raise ValueError(
-        f"The training state holds a {type(value).__name__} at `{where}`, which cannot be saved as plain data. Only"
-        " tensors, numbers, strings and containers of them can be written to a checkpoint that is read back safely."
-    )
-
-
-def _plain_key(key: Any, where: str) -> Any:
-    if isinstance(key, str):
-        return str(key)
-    if isinstance(key, (int, float, bool)) or key is None:
-        return key
-    raise ValueError(f"The training state has a dictionary at `{where}` with a {type(key).__name__} as key.")
-
-
-def _unplain(value: Any) -> Any:
-    import numpy as np
-
-    if isinstance(value, dict):
-        if "__array__" in value:
-            data = value["data"].numpy().tobytes()
-            return np.frombuffer(data, dtype=np.dtype(value["__array__"])).reshape(value["shape"]).copy()
-        if "__set__" in value:
-            return set(_unplain(value["__set__"]))
-        if "__dtype__" in value:
-            return getattr(torch, value["__dtype__"])
-        return {k: _unplain(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_unplain(v) for v in value]
-    if isinstance(value, tuple):
-        return tuple(_unplain(v) for v in value)
-    return value

@@ -393,3 +393,31 @@ def test_forecast_allows_for_the_descent():
 def test_forecast_needs_history():
     with pytest.raises(ValueError, match=r"needs at least 5 finite losses, found 1\."):
         ForecastBand.fit([(0, 2.0), (1, math.nan)])
+
+
+@pytest.mark.parametrize(("samples", "most"), [(4, 5), (16, 0)])
+def test_small_batches_with_heavy_tails_seldom_look_like_an_explosion_while_warming_up(samples, most):
+    # Mean squared errors of a batch: chi-square over its degrees of freedom, around a falling level.
+    alarmed = 0
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        losses = (4 * np.exp(-np.arange(40) / 60) + 0.01) * rng.chisquare(samples, 40) / samples
+        detector = Spike()
+        findings = [f for t, x in enumerate(losses) for f in detector.observe(StepRecord.from_losses(t, [float(x)]))]
+        alarmed += any(f.severity == Severity.INCIDENT for f in findings)
+    assert alarmed <= most
+
+
+def test_an_explosion_while_warming_up_is_stated_once_and_at_once():
+    detector = Spike()
+    findings = []
+    for step, loss in enumerate([5.5, 5.3, 5.2, 5.0, 4.9, 4.7, 4.6, 30.0, 31.0, 60.0, 29.0, 4.5, 4.4, 4.4, 4.3]):
+        findings += detector.observe(StepRecord.from_losses(step, [loss]))
+    assert [(f.step, f.severity) for f in findings] == [(7, Severity.INCIDENT), (13, Severity.EVENT)]
+    assert "5.45 times the largest of the last 7 losses, 5.5 (limit 2.5 during warm-up)" in findings[0].message
+
+
+def test_a_loss_that_passes_through_zero_has_no_explosion_by_ratio():
+    detector = Spike()
+    losses = [0.4, -0.9, 0.1, -0.3, 0.2, -0.6, 1.1, -0.2, 0.3]
+    assert [f for t, x in enumerate(losses) for f in detector.observe(StepRecord.from_losses(t, [x]))] == []
