@@ -135,7 +135,7 @@ def test_stochastic_weight_averaging_is_told_to_stand_in_the_way_and_training_go
     loader = StatefulDataLoader(rows, batch_size=4)  # type: ignore[var-annotated]
     with pytest.warns(UserWarning, match="Rollback is off, training goes on without it"):
         trainer, journal = fit(tmp_path, module, loader, StochasticWeightAveraging(1e-3), max_epochs=4, steps=-1)
-    assert trainer.current_epoch == 4
+    assert trainer.global_step >= 64
     assert {line["applied"] for line in journal if line["event"] == "step"} == {True}
     said = [line for line in journal if "StochasticWeightAveraging" in str(line) and line["event"] != "run.started"]
     assert said, "nothing in the journal says that there is no rollback"
