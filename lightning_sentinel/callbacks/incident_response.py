@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from .. import recovery
 from ..actuator import Actuator
+from ..bundle.writing import BundleWriter
 from ..context import RunContext
 from ..incidents import Action, Finding, FindingKind, Incident, IncidentStatus, Severity, Verdict, VerdictKind
 from ..policy import NEEDS_ROLLBACK, REPORT_ONLY, Choice, Policy, Situation, case_of
@@ -56,6 +57,7 @@ class IncidentResponse(SentinelCallback):
     ==========================================  ===================================================================
     ``finding``                                 a finding below the level of an incident
     ``incident.opened`` ``.updated`` ``.closed``  with the whole incident
+    ``incident.bundle`` ``.bundle_failed``      where the incident's bundle lies and how to replay it, or why there is none
     ``triage.verdict``                          after the experiments
     ``action.<name>``                           before it takes effect
     ``quarantine.added``                        names that will not be drawn again
@@ -77,6 +79,13 @@ class IncidentResponse(SentinelCallback):
         triage: Examine the cause by experiments; without it every verdict rests on the findings alone.
         max_forwards: Budget of the experiments of one incident, in forward passes.
         max_seconds: Budget of the experiments of one incident, in seconds.
+        capture_state: Write the parameters into an incident's bundle, so that its step can be replayed offline: one copy
+            of the weights on disk for each incident (no optimizer state), made in host memory at the gate and written
+            beside the training.
+        capture_batch: Write the micro-batches too; otherwise only the ids of their samples, to fetch them again. A bundle's
+            files can be read by their owner alone (mode 0600).
+        bundle_bytes: What the bundles of one fit may take on disk together; later incidents leave evidence, ids and random
+            states only.
         exit_on_stop: Raise :class:`TrainingStopped` (exit code 77) when the ladder ends in ``stop``; otherwise only
             ``trainer.should_stop`` is set.
     """
@@ -97,6 +106,9 @@ class IncidentResponse(SentinelCallback):
         triage: bool = True,
         max_forwards: int = 16,
         max_seconds: float = 60.0,
+        capture_state: bool = True,
+        capture_batch: bool = False,
+        bundle_bytes: int = 8 * 2**30,
         exit_on_stop: bool = True,
     ) -> None:
         self.policy = Policy(mode, dict(ladders or {}), dict(budgets or {}), budget_steps)
@@ -107,6 +119,7 @@ class IncidentResponse(SentinelCallback):
             ("lr_steps", lr_steps, lr_steps >= 1, "at least 1"),
             ("max_forwards", max_forwards, max_forwards >= 0, "0 or more"),
             ("max_seconds", max_seconds, max_seconds > 0, "more than 0"),
+            ("bundle_bytes", bundle_bytes, bundle_bytes >= 0, "0 or more"),
         ):
             if not ok:
                 raise ValueError(f"IncidentResponse: {name} is {value}, expected {expected}.")
@@ -115,6 +128,7 @@ class IncidentResponse(SentinelCallback):
         self.lr_factor, self.lr_steps, self.lr_permanent = lr_factor, lr_steps, lr_permanent
         self.triage = triage
         self.max_forwards, self.max_seconds = max_forwards, max_seconds
+        self.bundles = BundleWriter(capture_state, capture_batch, bundle_bytes)
         self.exit_on_stop = exit_on_stop
         self.stop_reason: str | None = None
         self.actuator = Actuator()
@@ -147,6 +161,12 @@ class IncidentResponse(SentinelCallback):
         self._context = self.context(trainer)
         self.actuator.attach(trainer)
         ensure_capture(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.bundles.close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.bundles.close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.actuator.detach()
@@ -237,6 +257,9 @@ class IncidentResponse(SentinelCallback):
         watch = self._watched[incident.number]
         watch.healthy = []
         kinds = {f.kind for f in findings}
+        if kinds - REPORT_ONLY:
+            # Before the examination: should that end the run, the bundle is what is left to examine.
+            self.bundles.capture(trainer, pl_module, optimizer, incident, record)
         if self._needs_triage(kinds, watch):
             incident.verdict = self._examine(trainer, pl_module, optimizer, incident, record)
             watch.examined = {*watch.examined, *kinds}
@@ -577,6 +600,7 @@ class IncidentResponse(SentinelCallback):
         context = self.context(trainer)
         context.write(trainer, f"incident.{what}", incident=incident.to_dict())
         context.journal.flush()
+        self.bundles.update(trainer, incident)
 
     def _journal_action(self, trainer: Trainer, incident: Incident, record: StepRecord) -> None:
         context = self.context(trainer)

@@ -134,13 +134,13 @@ def write_file(
     return FileEntry(path.name, writer.sha256, writer.bytes)
 
 
-def replace_file(disk: Disk, path: Path, data: bytes) -> None:
+def replace_file(disk: Disk, path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Old content or new content, whatever happens: temporary file, fsync, rename, fsync of the folder."""
     temporary = path.with_name(f"{HIDDEN}{path.name}.tmp")
     with contextlib.suppress(FileNotFoundError):
         disk.remove(temporary)
     try:
-        write_file(disk, temporary, lambda writer: _write_all(writer, data))
+        write_file(disk, temporary, lambda writer: _write_all(writer, data), mode=mode)
         disk.rename(temporary, path)
     except OSError:
         with contextlib.suppress(OSError):

@@ -1,0 +1,155 @@
+"""Reads a bundle back. Every hash is checked before anything is interpreted, and nothing in it can run code."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.manifest import MANIFEST, rank_file, unseal
+from ..checkpoint.plain import decode
+from ..incidents import Incident
+from .contents import SCHEMA
+from .writing import INCIDENT, RUN, WEIGHTS, bundle_name, incidents_dir
+
+
+class BundleError(ValueError):
+    """A bundle that must not or cannot be used; the message names the file, the reason and what to do."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle whose every file has the hash that its manifest names.
+
+    Attributes:
+        path: Its folder.
+        manifest: Step, attempt, tokens, world size, missing ranks and files.
+        incident: The incident as it was when the bundle was last brought up to date.
+        run: Record, history, configuration, numerics and versions; see ``docs/replay.md``.
+    """
+
+    path: Path
+    manifest: dict[str, Any]
+    incident: Incident
+    run: dict[str, Any]
+
+    @classmethod
+    def open(cls, run_dir: str | Path, incident: int) -> Bundle:
+        """The bundle of one incident; :class:`BundleError` names what is missing or damaged."""
+        run_dir = Path(run_dir)
+        path = incidents_dir(run_dir) / bundle_name(incident)
+        if not path.is_dir():
+            there = bundles(run_dir)
+            have = f"there are bundles of {', '.join(map(str, there))}" if there else "there is no bundle at all"
+            raise BundleError(
+                f"{run_dir} has no bundle of incident {incident}; {have}. `lightning-sentinel report {run_dir}` lists the"
+                " run's incidents; the journal's line incident.bundle_failed says why one has no bundle."
+            )
+        raw = _bytes(path, MANIFEST)
+        try:
+            manifest = unseal(raw)
+        except ValueError as error:
+            raise BundleError(f"{path / MANIFEST} {error}; the bundle is damaged and is not used.") from None
+        if manifest.get("schema") != SCHEMA:
+            raise BundleError(
+                f"{path / MANIFEST} has schema {manifest.get('schema')!r}; this version reads schema {SCHEMA}."
+            )
+        for name in manifest["files"]:
+            _check(path, name, manifest)
+        story = _story(path, raw)
+        return cls(path, manifest, Incident.from_dict(story), json.loads(_checked(path, RUN, manifest)))
+
+    @property
+    def step(self) -> int:
+        return int(self.manifest["step"])
+
+    @property
+    def world_size(self) -> int:
+        return int(self.manifest["world_size"])
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks whose part is there."""
+        return [r for r in range(self.world_size) if r not in self.manifest["missing_ranks"]]
+
+    @property
+    def has_state(self) -> bool:
+        return WEIGHTS in self.manifest["files"]
+
+    def rank(self, rank: int) -> dict[str, Any]:
+        """One rank's part: micro-batches, random states, buffers, losses."""
+        found: dict[str, Any] = self._torch(rank_file(rank))
+        return found
+
+    def weights(self, rank: int = 0) -> dict[str, Tensor]:
+        """Parameters of one rank at the gate of the step, by name."""
+        shared: dict[str, Tensor] = self._torch(WEIGHTS)
+        own = self.rank(rank).get("own_weights") if rank else None
+        return shared | (own or {})
+
+    def _torch(self, name: str) -> Any:
+        if name not in self.manifest["files"]:
+            raise BundleError(f"{self.path} has no {name}.")
+        with _open_checked(self.path, name, self.manifest) as file:
+            return decode(torch.load(file, map_location="cpu", weights_only=True))
+
+
+def bundles(run_dir: str | Path) -> list[int]:
+    """Numbers of the incidents that have a bundle, in order."""
+    folder = incidents_dir(Path(run_dir))
+    if not folder.is_dir():
+        return []
+    return sorted(int(p.name) for p in folder.iterdir() if p.is_dir() and p.name.isdecimal())
+
+
+def _story(path: Path, manifest: bytes) -> dict[str, Any]:
+    try:
+        story = unseal(_bytes(path, INCIDENT))
+    except ValueError as error:
+        raise BundleError(f"{path / INCIDENT} {error}; the bundle is damaged and is not used.") from None
+    if story["manifest_sha256"] != hashlib.sha256(manifest).hexdigest():
+        raise BundleError(f"{path / INCIDENT} belongs to another bundle (it names another {MANIFEST}).")
+    found: dict[str, Any] = story["incident"]
+    return found
+
+
+def _bytes(path: Path, name: str) -> bytes:
+    try:
+        return (path / name).read_bytes()
+    except FileNotFoundError:
+        raise BundleError(f"{path / name} is missing; the bundle is damaged and is not used.") from None
+
+
+def _check(path: Path, name: str, manifest: dict[str, Any]) -> None:
+    _open_checked(path, name, manifest).close()
+
+
+def _checked(path: Path, name: str, manifest: dict[str, Any]) -> bytes:
+    with _open_checked(path, name, manifest) as file:
+        return file.read()
+
+
+def _open_checked(path: Path, name: str, manifest: dict[str, Any]) -> BinaryIO:
+    """The file, hashed through the handle that is then read: what is interpreted is what was hashed."""
+    entry = manifest["files"].get(name)
+    if entry is None or Path(name).name != name:
+        raise BundleError(f"{path / MANIFEST} names no file {name!r} that could be read.")
+    try:
+        file = (path / name).open("rb")
+    except FileNotFoundError:
+        raise BundleError(f"{path / name} is missing; the bundle is damaged and is not used.") from None
+    digest, size = hashlib.sha256(), 0
+    while chunk := file.read(1 << 20):
+        digest.update(chunk)
+        size += len(chunk)
+    if digest.hexdigest() != entry["sha256"] or size != entry["bytes"]:
+        file.close()
+        what = "fails SHA-256" if size == entry["bytes"] else f"has {size} bytes, its manifest says {entry['bytes']}"
+        raise BundleError(f"{path / name} {what}; the bundle is damaged and is not used.")
+    file.seek(0)
+    return file
