@@ -19,6 +19,7 @@ import hydra
 import lightning.pytorch as L
 import torch
 from hybrid_lm.module import HybridLMModule
+from hybrid_lm.rebuild import data_and_parts
 from omegaconf import DictConfig
 
 from lightning_sentinel.config import build, build_callbacks, check_node, suggest_names
@@ -29,16 +30,11 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 def pretrain(cfg: DictConfig) -> L.Trainer:
     """Train as configured, and return the Trainer as it is at the end."""
     torch.set_num_threads(cfg.threads)
-    data = build(cfg.data, "data")
-    model, optimizer = build(cfg.model, "model"), build(cfg.optimizer, "optimizer")
-    if data.vocab_size > model.vocab_size:
-        raise ValueError(
-            f"model.vocab_size is {model.vocab_size}, expected at least the {data.vocab_size} token ids of the data"
-        )
+    data, parts = data_and_parts(cfg)
     trainer: L.Trainer = build_trainer(cfg)
     # Directly before the first weight is drawn: with or without callbacks, a run starts from the same weights.
     L.seed_everything(cfg.seed, workers=True, verbose=False)
-    trainer.fit(HybridLMModule(model, optimizer), datamodule=data)
+    trainer.fit(HybridLMModule(*parts), datamodule=data)
     return trainer
 
 

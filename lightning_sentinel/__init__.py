@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
+    from .bundle.replay import replay_incident
     from .callbacks.batch_validator import BatchValidator
     from .callbacks.defaults import default_callbacks
     from .callbacks.divergence_detector import DivergenceDetector
@@ -40,6 +41,7 @@ _PUBLIC = {
     "SpikeDetector": "callbacks.spike_detector",
     "default_callbacks": "callbacks.defaults",
     "infra_event": "infra",
+    "replay_incident": "bundle.replay",
 }
 
 __all__ = [
@@ -59,6 +61,7 @@ __all__ = [
     "__version__",
     "default_callbacks",
     "infra_event",
+    "replay_incident",
 ]
 
 

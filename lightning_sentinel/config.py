@@ -28,6 +28,7 @@ from typing import Any, Literal
 from hydra.utils import get_object, instantiate
 from lightning.pytorch import Callback
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 
 class ConfigError(ValueError):
@@ -57,7 +58,21 @@ def build_callbacks(cfg: DictConfig | Mapping[str, Any] | None, where: str = "ca
             )
         check_node(node, f"{where}.{name}")
         callbacks.append(build(node, f"{where}.{name}"))
+    _give_journal_its_config(callbacks, cfg)
     return in_order(callbacks)
+
+
+def _give_journal_its_config(callbacks: Sequence[Callback], cfg: DictConfig | Mapping[str, Any] | None) -> None:
+    """The whole configuration that ``cfg`` is a node of, where ``RunJournal`` was given none: a replay starts from it."""
+    from .callbacks.run_journal import RunJournal
+
+    if not isinstance(cfg, DictConfig) or cfg._get_parent() is None:
+        return
+    for callback in callbacks:
+        if isinstance(callback, RunJournal) and callback.config is None:
+            with contextlib.suppress(OmegaConfBaseException):  # an interpolation that nothing resolves here
+                whole: Any = OmegaConf.to_container(cfg._get_root(), resolve=True)
+                callback.config = whole
 
 
 def build(node: DictConfig | Mapping[str, Any], where: str) -> Any:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -117,8 +117,8 @@ def _captured(
     def before(m: nn.Module, args: Any, kwargs: Any) -> None:
         if private.in_backward() or len(calls) >= KEPT_CALLS:  # a checkpoint's recomputation is the same call
             return
-        copied = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs))
-        begun.append(_Call(seen["step"], *copied, private.rng_states()))
+        arguments, named = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs))
+        begun.append(_Call(seen["step"], arguments, named, private.rng_states()))
 
     def after(m: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if private.in_backward() or not begun:
@@ -129,7 +129,7 @@ def _captured(
         call.grads = [None] * len(outputs)
         for i, out in enumerate(outputs):
             if out.requires_grad:
-                out.register_hook(lambda g, i=i, call=call: call.grads.__setitem__(i, g.detach().clone()))
+                out.register_hook(partial(_keep, call.grads, i))  # type: ignore[no-untyped-call]
         calls.append(call)
 
     handles = [
@@ -144,6 +144,10 @@ def _captured(
         for handle in handles:
             handle.remove()
     return calls
+
+
+def _keep(grads: list[Tensor | None], index: int, grad: Tensor) -> None:
+    grads[index] = grad.detach().clone()
 
 
 @dataclass
@@ -172,9 +176,7 @@ def _compute(
         stack.enter_context(
             sandbox(trainer, module, optimizer, buffers=buffers, backward=lambda *a, **k: None, weights=weights)
         )
-        stack.enter_context(
-            trainer.precision_plugin.train_step_context() if dtype is None else _default_dtype(dtype)  # type: ignore[arg-type]
-        )
+        stack.enter_context(trainer.precision_plugin.train_step_context() if dtype is None else _default_dtype(dtype))
         leaves: list[Tensor] = []
 
         def given(value: Any) -> Any:

@@ -15,7 +15,8 @@ from ..checkpoint.manifest import MANIFEST, rank_file, unseal
 from ..checkpoint.plain import decode
 from ..incidents import Incident
 from .contents import SCHEMA
-from .writing import INCIDENT, RUN, WEIGHTS, bundle_name, incidents_dir
+from .place import bundle_dir, incidents_dir
+from .writing import INCIDENT, RUN, WEIGHTS
 
 
 class BundleError(ValueError):
@@ -42,7 +43,7 @@ class Bundle:
     def open(cls, run_dir: str | Path, incident: int) -> Bundle:
         """The bundle of one incident; :class:`BundleError` names what is missing or damaged."""
         run_dir = Path(run_dir)
-        path = incidents_dir(run_dir) / bundle_name(incident)
+        path = bundle_dir(run_dir, incident)
         if not path.is_dir():
             there = bundles(run_dir)
             have = f"there are bundles of {', '.join(map(str, there))}" if there else "there is no bundle at all"

@@ -65,7 +65,7 @@ def rebuild(
     data = None if key is None else _built(cfg[key], key)
     if data is not None and not isinstance(data, LightningDataModule):
         raise RebuildError(
-            f"{key}._target_ ({cfg[key]._target_}) is a {type(data).__name__}, expected a LightningDataModule. Add"
+            f"{key}._target_ ({config[str(key)]['_target_']}) is a {type(data).__name__}, expected a LightningDataModule. Add"
             f" `{KEY}: package.function` (cfg -> (module, datamodule)) to the application's configuration."
         )
     return model, data

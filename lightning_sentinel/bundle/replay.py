@@ -456,10 +456,9 @@ class _Work:
         return batch
 
     def _walking(self, items: Iterable[int], words: str) -> Iterable[int]:
-        total = len(items) if hasattr(items, "__len__") else 0
         for i in items:
             if i % 1000 == 0:
-                self.tick(f"{words}: {i:,} of {total:,}", 0)
+                self.tick(f"{words}: {i:,} looked at", 0)
             yield i
 
     def _rng(self, states: Any) -> dict[str, Any]:
@@ -509,7 +508,7 @@ class _Work:
             step=self.bundle.step,
             reproduced=outcome == "reproduced",
             outcome=outcome,
-            sentence=" ".join(sentences),
+            sentence=" ".join(s[0].upper() + s[1:] for s in sentences),
             recorded_verdict=recorded,
             ranks=found,
             module=self.alone,

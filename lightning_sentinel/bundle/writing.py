@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import queue
-import shlex
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -38,6 +37,7 @@ from ..record import StepRecord
 from ..triage.peers import Peers
 from .config import config_of
 from .contents import SCHEMA, Part, Plan, collect, plain, plan, survey
+from .place import bundle_dir, replay_command
 
 log = logging.getLogger("lightning_sentinel")
 
@@ -47,19 +47,6 @@ PEER_SECONDS = 120.0  # how long rank 0 waits for the parts of the others, and t
 END_SECONDS = 60.0  # how long the end of the fit waits for what is still being written
 WAITING = 2  # bundles that may wait in host memory; a further one is written without weights and batch
 _POLL_SECONDS = 0.05
-
-
-def incidents_dir(run_dir: Path) -> Path:
-    return run_dir / "incidents"
-
-
-def bundle_name(number: int) -> str:
-    return f"{number:04d}"
-
-
-def replay_command(run_dir: Path, number: int) -> str:
-    """The command line that replays an incident."""
-    return f"lightning-sentinel replay {shlex.quote(str(run_dir))} --incident {number}"
 
 
 class BundleWriter:
@@ -105,7 +92,7 @@ class BundleWriter:
         if context.run_dir is None or incident.number in self._known:
             return
         self._known.add(incident.number)
-        folder = incidents_dir(context.run_dir) / bundle_name(incident.number)
+        folder = bundle_dir(context.run_dir, incident.number)
         busy = self._waiting >= WAITING
         everyone, error = Peers(trainer).measured(lambda: survey(trainer, module, record, folder, busy=busy))
         if error:
@@ -130,7 +117,7 @@ class BundleWriter:
         context = context_of(trainer)
         if context.run_dir is None or incident.number not in self._known or not trainer.is_global_zero:
             return
-        path = incidents_dir(context.run_dir) / bundle_name(incident.number)
+        path = bundle_dir(context.run_dir, incident.number)
         now = plain(incident.to_dict())
         self._put(lambda: self._rewrite(path, now))
 
@@ -163,11 +150,11 @@ class BundleWriter:
     def _write(self, context: RunContext, part: Part, planned: Plan, record: StepRecord) -> None:
         assert context.run_dir is not None
         begun = time.monotonic()
-        root = incidents_dir(context.run_dir)
-        temporary = root / f"{HIDDEN}tmp-{bundle_name(part.number)}"
+        final = bundle_dir(context.run_dir, part.number)
+        temporary = final.with_name(f"{HIDDEN}tmp-{final.name}")
         try:
             if part.rank == 0:
-                final = self._lead(root, temporary, part, planned)
+                self._lead(temporary, final, part)
                 size = sum(f.stat().st_size for f in final.iterdir())
                 context.journal.write(
                     "incident.bundle",
@@ -195,12 +182,11 @@ class BundleWriter:
         finally:
             self._waiting -= 1
 
-    def _lead(self, root: Path, temporary: Path, part: Part, planned: Plan) -> Path:
+    def _lead(self, temporary: Path, final: Path, part: Part) -> None:
         """Rank 0: make the folder, write its own, wait for the others, seal, publish."""
-        root.mkdir(parents=True, exist_ok=True)
+        final.parent.mkdir(parents=True, exist_ok=True)
         if temporary.exists():
             remove_tree(self.disk, temporary)  # a crash has left it
-        final = root / bundle_name(part.number)
         if final.exists():
             raise FileExistsError(f"{final} is there already; nothing is overwritten")
         self.disk.make_dir(temporary)
@@ -234,7 +220,6 @@ class BundleWriter:
         for name, data in ((INCIDENT, story), (MANIFEST, manifest)):
             write_file(self.disk, temporary / name, lambda w, d=data: _all(w, d), mode=MODE)  # type: ignore[misc]
         publish_dir(self.disk, temporary, final)
-        return final
 
     def _follow(self, temporary: Path, part: Part) -> None:
         """Other ranks: wait for rank 0's folder, write into it, say what was written."""

@@ -374,6 +374,36 @@ class MixtureLoader:
         """The source of this name."""
         return self._sources[self.sources.index(name)]
 
+    def fetch(self, ids: Iterable[str]) -> dict[str, Any]:
+        """The batch of these samples, in this order, wherever the stream is; its position does not move.
+
+        A batch of the stream also tells which pass over its source a sample belongs to; this one says 0.
+
+        Raises:
+            KeyError: With the ids that no source has.
+        """
+        wanted = list(map(str, ids))
+        missing = set(wanted)
+        places: dict[str, tuple[int, int]] = {}
+        for source, length in enumerate(self._lengths.tolist()):
+            for index in range(length if missing else 0):
+                name = self._id(source, index)
+                if name in missing:
+                    places[name] = (source, index)
+                    missing.discard(name)
+                    if not missing:
+                        break
+        if missing:
+            names = sorted(missing)
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise KeyError(f"the sources {self.sources} have no sample {shown}.")
+        drawn = [places[name] for name in wanted]
+        batch: dict[str, Any] = collate([self._sources[s].sample(i) for s, i in drawn], wanted)
+        batch["source"] = torch.tensor([source for source, _ in drawn], dtype=torch.int64)
+        batch["sample_id"] = wanted
+        batch["sample_pass"] = [0] * len(wanted)
+        return batch
+
     def _next_batch(self, rank: int, world_size: int) -> dict[str, Any]:
         drawn = self._draw(self.batch_size * world_size)[rank * self.batch_size : (rank + 1) * self.batch_size]
         self._batches += 1

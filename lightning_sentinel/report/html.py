@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -10,6 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 from .. import __version__
+from ..bundle.place import bundle_dir, replay_command
 from ..journal import number
 from .chart import Chart, build_chart, si
 from .curve import subtitle
@@ -193,11 +193,8 @@ def timeline(run: RunData, number_: int) -> list[dict[str, Any]]:
     """What happened to an incident, in order: time, step, attempt, event, words."""
     lines: list[dict[str, Any]] = []
     for event in run.events:
-        name = event["event"]
-        if name.startswith("incident."):
-            if (event.get("incident") or {}).get("number") != number_:
-                continue
-        elif event.get("incident") != number_:
+        incident = event.get("incident")
+        if (incident.get("number") if isinstance(incident, Mapping) else incident) != number_:
             continue
         words = _event_words(event)
         if words is not None:
@@ -208,6 +205,10 @@ def timeline(run: RunData, number_: int) -> list[dict[str, Any]]:
 def _event_words(event: Mapping[str, Any]) -> str | None:
     """An event of an incident in words; None where another line says it already."""
     name = event["event"]
+    if name == "incident.bundle":
+        return f"{event.get('path')}: {event.get('command')}"
+    if name == "incident.bundle_failed":
+        return f"no bundle: {event.get('reason')}"
     if name.startswith("incident."):
         incident = event["incident"]
         if name == "incident.opened":
@@ -231,11 +232,10 @@ def _event_words(event: Mapping[str, Any]) -> str | None:
 
 
 def _replay_command(run: RunData, number_: int) -> str | None:
-    """The command that replays an incident, where its bundle exists and this installation can do it."""
-    if run.run_dir is None or importlib.util.find_spec("lightning_sentinel.replay") is None:
+    """The command that replays an incident, where its bundle is there."""
+    if run.run_dir is None or not bundle_dir(run.run_dir, number_).is_dir():
         return None
-    bundle = run.run_dir / "incidents" / f"{number_:04d}"
-    return f"lightning-sentinel replay {bundle}" if bundle.is_dir() else None
+    return replay_command(run.run_dir, number_)
 
 
 # ---------------------------------------------------------------------------------------------------------------- filters

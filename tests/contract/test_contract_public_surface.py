@@ -17,7 +17,7 @@ FaultInjector(faults, journal, sample_id_fn)
 ForensicCheckpoint(every_n_steps, keep, keep_every_tokens, probation_steps, resume, write_lightning_ckpt,
     save_on_exception, config, run_dir, compare_steps)
 IncidentResponse(mode, ladders, budgets, budget_steps, probation_steps, recovered_z, lr_factor, lr_steps, lr_permanent,
-    triage, max_forwards, max_seconds, exit_on_stop)
+    triage, max_forwards, max_seconds, capture_state, capture_batch, bundle_bytes, exit_on_stop)
 LossScaleMonitor(max_consecutive, max_without_step, floor)
 NonFiniteTracer(boundaries, every_n, anomaly, max_traces, replay)
 RankOutlierDetector(threshold, false_per_step, tail, cold_threshold, cold_relative, min_jump, min_relative, warmup,
@@ -30,6 +30,8 @@ SpikeDetector(threshold, tail, gross, gross_tail, gross_relative, min_jump, min_
     tail_window, warmup, explosion, scale_floor, recover_after, shift_after, patience, restart_window)
 default_callbacks(run_dir, policy, vocabulary_size, sample_id_fn, checkpoint_every_n_steps)
 infra_event(trainer, kind, text)
+replay_incident(run_dir, incident, model, datamodule, dtype, device, module, ranks, rebuild_with, app_dirs, sample_id_fn,
+    drill, progress)
 """
 
 # What else users import, by module.
