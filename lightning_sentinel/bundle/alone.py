@@ -89,7 +89,7 @@ def module_alone(
     calls = _captured(trainer, module, optimizer, window, target)
     kind = type(target).__name__
     if not calls:
-        return ModuleCheck(path, kind, 0, 0, [], sentence=f"{path} is not called in this step.")
+        return ModuleCheck(path, kind, 0, 0, [], sentence=f"{kind} {path} is not called in this step.")
     call = next((c for c in calls if c.bad or any(g is not None and is_bad(g) for g in c.grads)), calls[0])
     inputs = [vars(Range.of(t)) for t in tensors((call.args, call.kwargs)) if t.is_floating_point()]
     check = ModuleCheck(path, kind, call.micro_batch, len(calls), inputs)
@@ -201,7 +201,7 @@ def _compute(
             ]
             wanted = [*leaves, *(p for p in target.parameters() if p.requires_grad)]
             grads: Sequence[Tensor | None] = ()
-            if pairs and wanted:
+            if pairs and wanted and not any(is_bad(g) for _, g in pairs):
                 grads = torch.autograd.grad([out for out, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
         except Exception as error:
             return _Outcome(raised=f"{type(error).__name__}: {error}"[:300])
@@ -226,6 +226,8 @@ def _distance(mine: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
     """Relative distance in the 2-norm over all tensors together; NaN where it cannot be told."""
     if not mine or len(mine) != len(reference) or any(a.shape != b.shape for a, b in zip(mine, reference, strict=True)):
         return math.nan
+    if any(is_bad(t) for t in (*mine, *reference)):
+        return math.nan
     size = math.sqrt(sum(float(b.square().sum()) for b in reference))
     apart = math.sqrt(sum(float((a - b).square().sum()) for a, b in zip(mine, reference, strict=True)))
     return apart / size if size > 0 else (0.0 if apart == 0 else math.inf)
@@ -234,7 +236,7 @@ def _distance(mine: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
 def _sentence(check: ModuleCheck, own: _Outcome) -> str:
     run = check.by_dtype[0]
     wide = next(d for d in check.by_dtype if d.dtype == "float64")
-    where = f"{check.path} ({check.kind}) alone"
+    where = f"{check.kind} {check.path} alone"
     ranges = [r for r in check.inputs if r["nonfinite"]]
     if ranges:
         return f"{where}: its inputs are not finite already; the cause lies before it."
@@ -258,7 +260,7 @@ def _sentence(check: ModuleCheck, own: _Outcome) -> str:
                 f"{where}: finite, but its {what} is {error:.2g} of its size away from float64, where rounding explains"
                 f" {ULPS * eps:.2g}: the computation is wrong or ill-conditioned."
             )
-    return f"{where}: finite, and within {max(run.output_error, 0.0):.2g} of float64."
+    return f"{where}: finite, and within {run.output_error:.2g} of float64."
 
 
 def _dtypes(check: ModuleCheck) -> list[torch.dtype]:

@@ -422,8 +422,11 @@ class _Work:
         if not captured and not all(equal):
             self._note(
                 f"The samples fetched again for rank {rank} are not what the step was computed from: another hash. They"
-                " were changed between their source and the step (in the loader, in memory, or by a validator that"
-                " took them out), or the source has changed since."
+                + (
+                    " were taken out of the batch by the run's validator, and are in it here."
+                    if any(f.evidence.get("neutralised") for f in self.bundle.incident.findings)
+                    else " were changed between their source and the step, or the source has changed since."
+                )
             )
         row = RankReplay(
             rank,
@@ -508,7 +511,7 @@ class _Work:
             step=self.bundle.step,
             reproduced=outcome == "reproduced",
             outcome=outcome,
-            sentence=" ".join(s[0].upper() + s[1:] for s in sentences),
+            sentence=" ".join(sentences),
             recorded_verdict=recorded,
             ranks=found,
             module=self.alone,
@@ -517,10 +520,13 @@ class _Work:
         )
 
     def _words(self, row: RankReplay) -> str:
-        who = f"Rank {row.rank}: " if self.bundle.world_size > 1 else ""
+        said = self._said(row)
+        return f"Rank {row.rank}: {said}" if self.bundle.world_size > 1 else said[0].upper() + said[1:]
+
+    def _said(self, row: RankReplay) -> str:
         base = row.computed[0]
         if row.outcome == "raised":
-            return f"{who}training_step ends with {base.raised}"
+            return f"the step ends with {base.raised}."
         recorded, now = _shown(row.recorded), _shown(base.losses)
         if not row.recorded_finite and base.finite:
             tail = (
@@ -530,11 +536,11 @@ class _Work:
                 if row.batch_equal is False
                 else "nothing in weights, data or random state explains it: transient, or state outside of them"
             )
-            return f"{who}not reproduced: recorded {recorded}, here {now} and finite; {tail}."
+            return f"not reproduced: recorded {recorded}, here {now} and finite; {tail}."
         if not base.finite:
             first = base.first or {}
-            what = "again" if not row.recorded_finite else "only here"
-            text = f"{who}not finite {what} (loss {now}, gradient norm {base.grad_norm:.4g})"
+            what = "different: not finite here" if row.recorded_finite else "reproduced: not finite again"
+            text = f"{what} (loss {now}, gradient norm {base.grad_norm:.4g})"
             if first:
                 where = f" in {first['module']}" if first["module"] else ""
                 line = f", {first['line']}" if first["line"] else ""
@@ -547,7 +553,7 @@ class _Work:
             "close": f"reproduced within rounding: loss {now}, recorded {recorded} ({row.difference:.2g} apart)",
             "different": f"different: loss {now}, recorded {recorded}",
         }[row.outcome]
-        return f"{who}{how}. {_in_wider(row)}{_carried(row)}".strip()
+        return " ".join(part for part in (f"{how}.", _in_wider(row), _carried(row)) if part)
 
     def _reduction(self) -> dict[str, Any] | None:
         if not self.mean_gradient or self.ranks != list(range(self.bundle.world_size)) or not self.exact_state:
@@ -639,11 +645,14 @@ def _from_checkpoint(bundle: Bundle, reference: dict[str, Any]) -> dict[str, Ten
 
 
 def _worst(row: RankReplay, result: ReplayResult) -> list[tuple[str, float]]:
+    finite = all(map(math.isfinite, result.losses))
     pairs = [
         (name, float(loss))
         for names, losses in zip(row.samples, result.sample_losses, strict=False)
         if losses is not None and len(losses) == len(names)
         for name, loss in zip(names, losses, strict=True)
+        # Where the whole is finite, a sample that is not has nothing that carries loss.
+        if not finite or math.isfinite(float(loss))
     ]
     return sorted(pairs, key=lambda p: (math.isfinite(p[1]), -p[1] if math.isfinite(p[1]) else 0.0))[:5]
 
@@ -652,7 +661,7 @@ def _carried(row: RankReplay) -> str:
     if not row.worst_samples:
         return ""
     shown = ", ".join(f"{name} ({loss:.4g})" for name, loss in row.worst_samples[:3])
-    return f" Most of the loss: {shown}."
+    return f"Most of the loss: {shown}."
 
 
 def _in_wider(row: RankReplay) -> str:

@@ -98,6 +98,6 @@ def print_report(report: ReplayReport) -> None:
                 f" gradient {one.gradient_error:.2g}"
             )
             print(f"  {report.module.path} in {one.dtype}: {what}")
-    print(f"{report.outcome.capitalize()}. {report.sentence}")
+    print(report.sentence)
     for note in report.notes:
         print(f"Note: {note}")

@@ -97,7 +97,11 @@ def test_a_nan_is_reproduced_named_and_not_cured_by_float64(nan_run: Path, capsy
     base, wide = row["computed"]
     assert (base["dtype"], base["finite"], wide["dtype"], wide["finite"]) == ("as in the run", False, "float64", False)
     first = base["first"]
-    assert (first["operator"], first["module"], first["phase"]) == ("aten.div.Tensor", "model.layers.2.mixer", "forward")
+    assert (first["operator"], first["module"], first["phase"]) == (
+        "aten.div.Tensor",
+        "model.layers.2.mixer",
+        "forward",
+    )
     assert first["samples"] == [row["samples"][0][0]]  # the fault hits the first sample of the batch
     alone = report["module"]
     assert alone["path"] == "model.layers.2.mixer"
@@ -166,26 +170,31 @@ def test_an_incident_without_a_bundle_and_a_module_that_does_not_exist(
     assert "has no module 'model.layers.2.mixr'. Nearest names: 'model.layers.2.mixer'" in capsys.readouterr().err
 
 
-def test_a_corrupt_sample_comes_out_to_the_bit_from_the_captured_batch(
+def test_a_batch_without_supervision_is_nan_from_the_captured_batch_and_fine_from_its_source(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     events = train(
         tmp_path,
-        "trainer.max_steps=38",
-        "optimizer.learning_rate=2e-2",
-        "optimizer.warmup_steps=2",
-        "faults=out_of_range_token",
-        "faults.out_of_range_token.step=6",
-        "policy=recover",
-        "trainer.max_steps=8",
+        "trainer.max_steps=4",
+        "faults=no_supervised_tokens",
+        "faults.no_supervised_tokens.step=2",
         "callbacks.incident_response.capture_batch=true",
-        "faults.out_of_range_token.token=300",
     )
     (event,) = (e for e in events if e["event"] == "incident.bundle")
-    assert event["batch"] is True
-    code, report = replayed(capsys, tmp_path)
+    assert (event["batch"], event["state"]) == (True, True)
+    code, report = replayed(capsys, tmp_path, "--no-faults")
     (row,) = report["ranks"]
-    assert (row["batch"], code) == ("captured", 0)
+    assert (code, row["outcome"], row["batch"], row["equal"]) == (0, "reproduced", "captured", True)
+    assert row["recorded"] == ["nan"]
+    # Without the batch, its samples come from their source, where nothing is wrong with them.
+    other = tmp_path / "ids"
+    train(other, "trainer.max_steps=4", "faults=no_supervised_tokens", "faults.no_supervised_tokens.step=2")
+    code, report = replayed(capsys, other, "--no-faults")
+    (row,) = report["ranks"]
+    assert (code, row["outcome"], row["batch"], row["batch_equal"]) == (1, "not reproduced", "fetched", False)
+    assert math.isfinite(row["computed"][0]["losses"][0])
+    assert "the batch is another one" in report["sentence"]
+    assert "were changed between their source and the step, or the source has changed since" in report["notes"][0]
 
 
 def test_an_overflow_of_fp16_is_finite_in_float64(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,14 +202,22 @@ def test_an_overflow_of_fp16_is_finite_in_float64(tmp_path: Path, capsys: pytest
         tmp_path,
         "trainer=fp16",
         "model=micro",
-        "trainer.max_steps=14",
+        "trainer.max_steps=6",
         "faults=fp16_collapse",
-        "faults.fp16_collapse.step=6",
-        "faults.fp16_collapse.duration=8",
+        "faults.fp16_collapse.step=4",
         "faults.fp16_collapse.target=model.layers.0.mixer",
-        "callbacks.loss_scale_monitor.max_consecutive=3",
-        "policy=observe",
     )
     code, report = replayed(capsys, tmp_path, "--module", "model.layers.0.mixer")
-    print(json.dumps(report, indent=1))
-    assert (code, report["outcome"]) == (0, "reproduced")
+    (row,) = report["ranks"]
+    assert (code, report["outcome"], row["equal"]) == (0, "reproduced", True)
+    assert [(c["dtype"], c["finite"]) for c in row["computed"]] == [
+        ("as in the run", False),
+        ("float32", True),
+        ("float64", True),
+    ]
+    assert row["computed"][0]["first"]["module"] == "model.layers.0.mixer"
+    assert "In float64 it is finite" in report["sentence"]
+    alone = {d["dtype"]: d for d in report["module"]["by_dtype"]}
+    assert not alone["as in the run"]["output_finite"]
+    assert alone["float32"]["largest"] > 65_504 > alone["as in the run"]["largest"]
+    assert "its output is not finite, and finite in float64: a value left the range of its dtype" in report["sentence"]
