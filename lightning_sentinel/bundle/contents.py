@@ -24,8 +24,8 @@ from ..incidents import Incident
 from ..journal import redact, to_json
 from ..record import StepRecord
 from ..state import lightning_private as private
+from ..state.fingerprint import fingerprints
 from ..state.tree import HostCopies, local
-from ..triage.experiments import fingerprints
 from ..triage.window import MicroBatch, StepWindow
 
 SCHEMA = 1
