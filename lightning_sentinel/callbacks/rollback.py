@@ -194,7 +194,9 @@ class Rollback(SentinelCallback):
         if problems:
             if self.cursor == "require":
                 raise RollbackUnavailable(" ".join(dict.fromkeys(problems)))
-            rank_zero_warn("Rollback is off, training goes on without it. " + " ".join(dict.fromkeys(problems)))
+            reasons = list(dict.fromkeys(problems))
+            context.write(trainer, "rollback.off", reasons=reasons)
+            rank_zero_warn("Rollback is off, training goes on without it. " + " ".join(reasons))
             return
         self._light_problem = next(iter(light_problems(trainer)), None) if self.retry else "retry=False"
         control = private.advance_control(trainer)
