@@ -41,7 +41,7 @@ from ..journal import redact
 from ..policy import REPORT_ONLY
 from ..state import lightning_private as private
 from ..state.snapshot import Snapshot, resume, take
-from .base import SentinelCallback, note_restart
+from .base import SentinelCallback, gather_objects, note_restart
 
 log = logging.getLogger("lightning_sentinel")
 
@@ -408,7 +408,9 @@ class ForensicCheckpoint(SentinelCallback):
         good = trainer.strategy.broadcast(checkpoint.status.status is Status.KNOWN_GOOD, src=0)
         context.scratch["known_good_step"] = snapshot.step if good else None
         context.load_path_state(snapshot.path)
-        context.attempt = trainer.strategy.broadcast(next_attempt(store, checkpoint, resumed.recorded), src=0)
+        # A kill costs each rank other lines of its journal: the furthest of them counts.
+        furthest = max(gather_objects(trainer, [(resumed.recorded.attempt, resumed.recorded.last_step)]))
+        context.attempt = trainer.strategy.broadcast(next_attempt(store, checkpoint, *furthest), src=0)
         resumed.close_lost_incidents(trainer)
         if checkpoint.status.status is Status.CANDIDATE and trainer.is_global_zero:
             self._fit.candidates = [checkpoint]

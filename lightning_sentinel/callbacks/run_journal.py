@@ -7,13 +7,11 @@ import json
 import logging
 import os
 import platform
-import re
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,9 +23,10 @@ from lightning.pytorch import LightningModule, Trainer
 
 from .._version import __version__
 from ..context import LogSink
+from ..distributed.earlier import Earlier, changes, read_earlier
 from ..infra import infra_event
-from ..journal import Journal, journal_files, parse_line, redact, to_json
-from .base import SentinelCallback, note_restart
+from ..journal import Journal, redact, to_json
+from .base import SentinelCallback, gather_objects, note_restart
 
 log = logging.getLogger("lightning_sentinel")
 
@@ -94,6 +93,7 @@ class RunJournal(SentinelCallback):
         self.summary: dict[str, Any] | None = None
         self.status = Status()
         self._before = Earlier()
+        self._hosts: list[str] = []
         self._journal: Journal | None = None
         self._ended = True
         self._failures: list[str] = []
@@ -116,12 +116,12 @@ class RunJournal(SentinelCallback):
             return
         chosen = self.run_dir or self.requested_run_dir or _default_run_dir(trainer)
         # Ranks that were started separately may each have made their own time stamp; rank 0's counts.
-        mine = (str(chosen), _earlier(chosen)) if trainer.is_global_zero else None
-        told = trainer.strategy.broadcast(mine, src=0)
-        assert told is not None
-        folder, self._before = told
+        self.run_dir = Path(trainer.strategy.broadcast(str(chosen) if trainer.is_global_zero else "", src=0))
+        mine = read_earlier(self.run_dir, trainer.global_rank, trainer.world_size)
+        told = gather_objects(trainer, [(mine, socket.gethostname())])
+        self._before = Earlier.merged(part for part, _ in told)
+        self._hosts = [host for _, host in told]
         self._earlier = self._before.world_sizes
-        self.run_dir = Path(folder)
         self.status.log_for = self.run_dir if trainer.is_global_zero else None
         self._journal = Journal(self.run_dir, trainer.global_rank, max_bytes=self.max_bytes, listener=self.status.see)
         self._failures = []
@@ -167,8 +167,9 @@ class RunJournal(SentinelCallback):
             )
 
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        if trainer.is_global_zero and restarts.isdecimal() and int(restarts) > 0:
-            infra_event(trainer, "restart", f"torchelastic has started the workers anew, restart number {restarts}")
+        if trainer.is_global_zero:
+            for kind, text in changes(self._before, self._hosts, int(restarts) if restarts.isdecimal() else 0):
+                infra_event(trainer, kind, text)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         note_restart(trainer)
@@ -462,55 +463,6 @@ def _default_run_dir(trainer: Trainer) -> Path:
     root = str(trainer.default_root_dir)
     stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
     return (Path.cwd() if "://" in root else Path(root)) / "sentinel" / stamp
-
-
-_POSITION = re.compile(rb'"attempt":(\d+),"step":(-?\d+),"tokens":\d+,"event":"([^"]+)"')
-
-
-@dataclass
-class Earlier:
-    """What the journal of rank 0 says about earlier fits in the same run folder.
-
-    Attributes:
-        world_sizes: One for each fit.
-        attempt: Highest attempt; 0 without any.
-        reached: Highest value of ``global_step`` that has been seen.
-        incident: Highest number of an incident; 0 without any.
-    """
-
-    world_sizes: list[int] = field(default_factory=list)
-    attempt: int = 0
-    reached: int = 0
-    incident: int = 0
-
-    def take(self, raw: bytes) -> None:
-        """Take one line in. Step lines, most of all, are not decoded."""
-        position = _POSITION.search(raw, 0, 300)
-        if position is None:
-            return
-        attempt, step, event = int(position[1]), int(position[2]), position[3]
-        self.attempt = max(self.attempt, attempt)
-        # a step line is written when its step is done
-        self.reached = max(self.reached, step + (event == b"step"))
-        if event == b"run.started":
-            self.world_sizes.append(int(parse_line(raw).get("world_size", 1)))
-        elif event.startswith(b"incident."):
-            incident = parse_line(raw).get("incident")
-            if isinstance(incident, dict) and isinstance(incident.get("number"), int):
-                self.incident = max(self.incident, incident["number"])
-
-
-def _earlier(run_dir: Path) -> Earlier:
-    """What the journal of rank 0 already holds."""
-    found = Earlier()
-    for path in journal_files(run_dir, rank=0):
-        try:
-            with path.open("rb") as file:
-                for raw in file:
-                    found.take(raw)
-        except (OSError, ValueError) as error:
-            log.warning("The earlier journal %s cannot be read whole: %s", path, error)
-    return found
 
 
 def _plain_config(config: Mapping[str, Any] | None) -> dict[str, Any] | None:

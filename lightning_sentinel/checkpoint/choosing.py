@@ -12,7 +12,6 @@ from lightning.pytorch import Trainer
 
 from .contents import Loaded, load
 from .manifest import Status
-from .recorded import Recorded
 from .saving import words
 from .store import Checkpoint, CheckpointError, CheckpointStore
 
@@ -60,12 +59,15 @@ def choose(
     return None
 
 
-def next_attempt(store: CheckpointStore, checkpoint: Checkpoint, recorded: Recorded) -> int:
-    """The checkpoint's attempt if nothing is known to come after it, else the next free one."""
+def next_attempt(store: CheckpointStore, checkpoint: Checkpoint, attempt: int, last_step: int) -> int:
+    """The checkpoint's attempt if nothing is known to come after it, else the next free one.
+
+    ``attempt`` and ``last_step`` are the furthest that any rank's journal holds; -1 without a journal.
+    """
     mine = checkpoint.manifest.attempt
     others = [c for c in store.checkpoints() if c.age_key > checkpoint.age_key]
-    highest = max([mine, recorded.attempt, *(c.manifest.attempt for c in others)])
-    repeated = recorded.attempt > mine or (recorded.attempt == mine and recorded.last_step >= checkpoint.step)
+    highest = max([mine, attempt, *(c.manifest.attempt for c in others)])
+    repeated = attempt > mine or (attempt == mine and last_step >= checkpoint.step)
     return highest + 1 if repeated or others else mine
 
 

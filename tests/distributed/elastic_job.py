@@ -1,0 +1,148 @@
+"""A job of several processes, killed and started anew by torchelastic's agent, and its journal held against a calm one."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SCRIPT = Path(__file__).with_name("elastic_script.py")
+ROLLBACK_EVERY = 9
+
+# The agent of torchrun itself, with its own environment for the workers; they are forked from a process that has
+# imported everything, because fifty restarts would otherwise spend most of their time on imports.
+AGENT = """
+import sys
+sys.path.insert(0, {folder!r})
+import elastic_script
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+def worker(*arguments):
+    sys.argv = ["elastic_script.py", *arguments]
+    elastic_script.main()
+
+config = LaunchConfig(
+    min_nodes=1, max_nodes=1, nproc_per_node={ranks}, run_id="job", rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+    max_restarts={restarts}, start_method="fork", monitor_interval=0.1,
+)
+elastic_launch(config, worker)(*sys.argv[1:])
+"""
+
+
+def agent_command(ranks: int, restarts: int, *arguments: str) -> list[str]:
+    """torchelastic's agent with forked workers."""
+    code = AGENT.format(folder=str(SCRIPT.parent), ranks=ranks, restarts=restarts)
+    return [sys.executable, "-W", "ignore", "-c", code, *arguments]
+
+
+def torchrun_command(ranks: int, restarts: int, *arguments: str) -> list[str]:
+    """``torchrun`` as a user types it."""
+    options = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
+    return [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *options, str(SCRIPT), *arguments]
+
+
+def run(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(list(command), capture_output=True, text=True, timeout=seconds, check=False)
+    if done.returncode:
+        print(done.stdout[-2000:], done.stderr[-8000:])  # pytest shows it where the test fails
+    return done
+
+
+def kill_plan(seed: int, kills: int, ranks: int, steps: int) -> list[dict[str, Any]]:
+    """Who dies in which attempt, at which step and in the middle of what; every named middle comes up early."""
+    luck = random.Random(seed)
+    named = ["gather", "checkpoint", "rollback", "publish", "backward", "step"]
+    plan = []
+    for number, step in enumerate(sorted(luck.choices(range(2, steps - 2), k=kills))):
+        where = named[number % len(named)]
+        if where == "rollback" and step > (steps - 1) // ROLLBACK_EVERY * ROLLBACK_EVERY:
+            where = "step"  # no rollback follows
+        if where in ("checkpoint", "publish") and step > steps - 6:
+            where = "gather"  # no save may follow
+        rank = 0 if where == "publish" else luck.randrange(ranks)  # rank 0 alone publishes
+        plan.append({"rank": rank, "step": step, "where": where})
+    return plan
+
+
+@dataclass
+class Found:
+    """What the journals of two runs say about each other; ``problems`` is empty where nothing is lost or repeated unseen."""
+
+    problems: list[str] = field(default_factory=list)
+    resumed: list[dict[str, Any]] = field(default_factory=list)
+    repeated_steps: int = 0
+
+
+def read(run_dir: Path, rank: int) -> list[dict[str, Any]]:
+    lines = (run_dir / "journal" / f"rank-{rank:05d}.jsonl").read_bytes().splitlines()
+    events = []
+    for line in lines:
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            continue  # cut short by a kill
+    return events
+
+
+def compare(calm: Path, killed: Path, ranks: int, steps: int) -> Found:
+    """Every rank's path through the killed run against the calm one: samples, losses bit for bit, weights; and its seams."""
+    found = Found()
+    for rank in range(ranks):
+        expected, _, _ = _path(read(calm, rank), found.problems, f"calm rank {rank}")
+        live, resumed, repeated = _path(read(killed, rank), found.problems, f"rank {rank}")
+        if rank == 0:
+            found.resumed = resumed
+            found.repeated_steps = repeated
+        if sorted(live) != list(range(steps)):
+            missing = sorted(set(range(steps)) - set(live))
+            found.problems.append(f"rank {rank}: steps {missing} are on no path")
+        for step in sorted(live.keys() & expected.keys()):
+            if live[step] != expected[step]:
+                found.problems.append(f"rank {rank} step {step}: {live[step]} instead of {expected[step]}")
+        weights = [(folder / f"weights-{rank}.json").read_text() for folder in (calm, killed)]
+        if weights[0] != weights[1]:
+            found.problems.append(f"rank {rank}: other weights at the end")
+    drawn = [_drawn(folder, ranks) for folder in (calm, killed)]
+    if drawn[0] != drawn[1]:
+        found.problems.append(f"samples differ: {(drawn[0] - drawn[1]) + (drawn[1] - drawn[0])}")
+    return found
+
+
+def _drawn(folder: Path, ranks: int) -> Counter[str]:
+    """How often each sample lies on the path to the final weights, over all ranks."""
+    paths = [_path(read(folder, rank), [], "")[0] for rank in range(ranks)]
+    return Counter(sample for path in paths for row in path.values() for sample in row[0])
+
+
+def _path(
+    events: list[dict[str, Any]], problems: list[str], who: str
+) -> tuple[dict[int, tuple[Any, ...]], list[dict[str, Any]], int]:
+    """Steps on the path to the newest weights, each going back checked against the line that announces it."""
+    live: dict[int, tuple[Any, ...]] = {}
+    seen: set[tuple[int, int]] = set()
+    resumed, repeated = [], 0
+    told: int | None = None  # where the newest line about going back says that training goes on
+    for event in events:
+        name, step = event["event"], event["step"]
+        if name in ("run.resumed", "action.rollback"):
+            told = event["checkpoint_step"] if name == "run.resumed" else event["to_step"]
+            live = {s: row for s, row in live.items() if s < told}
+            if name == "run.resumed":
+                resumed.append(event)
+        elif name == "step":
+            key = (event["attempt"], step)
+            if key in seen:
+                problems.append(f"{who}: attempt {key[0]} holds step {step} twice")
+            if step in live:
+                problems.append(f"{who}: step {step} is repeated and no line says so")
+            if any(s == step for _, s in seen):
+                repeated += 1
+            seen.add(key)
+            live[step] = (tuple(event["sample_ids"]), event["loss_bits"], event["epoch"], event["batch_idx"])
+    return live, resumed, repeated

@@ -1,0 +1,216 @@
+"""One worker of a small real training under torchrun or Lightning's launcher, which can kill itself at set points.
+
+Started by the tests beside it and by ``benchmarks/soak.py``. ``--kills`` is a JSON list with one entry for each attempt:
+``null``, or ``{"rank": 1, "step": 17, "where": "gather"}``. The victim ends by SIGKILL, in the middle of what is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import struct
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from torch import nn
+
+import lightning_sentinel
+from lightning_sentinel import ForensicCheckpoint, Rollback
+from lightning_sentinel.callbacks import rank_telemetry
+from lightning_sentinel.checkpoint.atomic import Disk
+from lightning_sentinel.data import MixtureLoader
+from lightning_sentinel.distributed import init_process_group
+from lightning_sentinel.incidents import Action
+from lightning_sentinel.state import snapshot as snapshots
+
+torch.set_num_threads(1)
+WHERE = ("step", "gather", "checkpoint", "rollback", "backward", "publish")
+
+
+class Points:
+    """A source of regression samples, each a function of its index."""
+
+    def __init__(self, name: str, n: int) -> None:
+        self.name, self.n = name, n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def sample(self, index: int) -> dict[str, Any]:
+        x = np.cos(np.arange(1, 9) * (index + 1)).astype(np.float32)
+        return {"x": x, "y": np.array([x[:3].sum()], dtype=np.float32)}
+
+    def sample_id(self, index: int) -> str:
+        return f"{self.name}/{index}"
+
+
+class Net(L.LightningModule):
+    """Dropout draws differ between ranks, so every rank's own random state must come back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1))
+
+    def on_train_start(self) -> None:
+        if self.trainer.global_step == 0:
+            torch.manual_seed(1000 + self.global_rank)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return ((self.net(batch["x"]) - batch["y"]) ** 2).mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9), "interval": "step"}]
+
+
+def die() -> None:
+    sys.stdout.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Killer(L.Callback):
+    """Ends this process in the middle of what the plan names, at the first chance from ``step`` on."""
+
+    def __init__(self, where: str, step: int) -> None:
+        self.where, self.step, self.armed = where, step, False
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self.armed or trainer.global_step < self.step:
+            return
+        self.armed = True
+        if self.where == "step":
+            die()
+        elif self.where == "gather":  # the others are in it already, or will wait in it
+            rank_telemetry._all_gather = lambda *_: die()
+        elif self.where == "backward":
+            next(iter(pl_module.parameters())).register_hook(lambda _: die())
+        elif self.where == "checkpoint":
+            _after(Disk, "write", 2)
+        elif self.where == "publish":
+            _after(Disk, "rename", 1)
+        elif self.where == "rollback":
+            _after(snapshots, "restore_cursor", 1)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        assert not self.armed or self.where in ("checkpoint", "publish", "rollback")
+
+
+def _after(owner: Any, name: str, calls: int) -> None:
+    """Die right after the ``calls``-th call of ``owner.name``."""
+    original: Callable[..., Any] = getattr(owner, name)
+    count = 0
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        result = original(*args, **kwargs)
+        count += 1
+        if count >= calls:
+            die()
+        return result
+
+    setattr(owner, name, call)
+
+
+class GoesBack(L.Callback):
+    """Asks for a rollback with a replay every so many steps, on every rank alike, once for each step in each process."""
+
+    def __init__(self, every: int) -> None:
+        self.every, self.done = every, set[int]()
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
+        step = trainer.global_step
+        if step and step % self.every == 0 and step not in self.done:
+            self.done.add(step)
+            rollback = next(c for c in trainer.callbacks if isinstance(c, Rollback))  # type: ignore[attr-defined]
+            rollback.request(
+                trainer, before_step=step, action=Action.ROLLBACK_REPLAY, incident=0, reason="a drill", exclude=()
+            )
+
+
+class Terminator(L.Callback):
+    """Sends itself SIGTERM at a step, as a scheduler would."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Pace(L.Callback):
+    """Makes a step last, so that something outside can happen in it."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        time.sleep(self.seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--every", type=int, default=4)
+    parser.add_argument("--samples", type=int, default=400, help="in each of the two sources")
+    parser.add_argument("--kills", type=json.loads, default=[])
+    parser.add_argument("--rollback-every", type=int, default=0)
+    parser.add_argument("--terminate", type=json.loads, default=None, help='{"step": 7, "ranks": [1]}, in attempt 0')
+    parser.add_argument("--skew", type=float, default=0.0, help="seconds by which rank 1 is late in later attempts")
+    parser.add_argument("--pace", type=float, default=0.0)
+    parser.add_argument("--plain", action="store_true", help="leave the process group to Lightning")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if rank == 1 and attempt > 0:
+        time.sleep(arguments.skew)
+    if not arguments.plain:
+        init_process_group(timeout=timedelta(seconds=60))
+
+    mine: list[L.Callback] = [Pace(arguments.pace)] if arguments.pace else []
+    if arguments.rollback_every:
+        mine.append(GoesBack(arguments.rollback_every))
+    kill = arguments.kills[attempt] if attempt < len(arguments.kills) else None
+    if kill is not None and kill["rank"] == rank:
+        mine.append(Killer(kill["where"], kill["step"]))
+    terminate = arguments.terminate
+    if terminate is not None and attempt == 0 and rank in terminate["ranks"]:
+        mine.append(Terminator(terminate["step"]))
+    suite = lightning_sentinel.default_callbacks(arguments.folder, policy="recover")
+    suite[0].report = False  # type: ignore[attr-defined]
+    saver = ForensicCheckpoint(every_n_steps=arguments.every, probation_steps=1, save_on_exception=False)
+    torch.manual_seed(arguments.seed + 7 * attempt)
+    module = Net()
+    sources = [Points("a", arguments.samples), Points("b", arguments.samples)]
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=arguments.devices,
+        strategy="ddp",
+        max_epochs=-1,
+        max_steps=arguments.steps,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        use_distributed_sampler=False,
+        callbacks=[*mine, *suite, saver],
+    )
+    trainer.fit(module, MixtureLoader(sources, batch_size=2, steps_per_epoch=10, seed=3))
+    bits = [struct.pack(">f", float(v)).hex() for p in module.state_dict().values() for v in p.detach().flatten()]
+    (arguments.folder / f"weights-{rank}.json").write_text(json.dumps(bits))
+
+
+if __name__ == "__main__":
+    main()
