@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .callbacks.incident_response import IncidentResponse
     from .callbacks.loss_scale_monitor import LossScaleMonitor
     from .callbacks.nonfinite_tracer import NonFiniteTracer
+    from .callbacks.preflight import Preflight
     from .callbacks.rank_outlier_detector import RankOutlierDetector
     from .callbacks.rank_telemetry import RankTelemetry
     from .callbacks.replica_consistency import ReplicaConsistency
@@ -33,6 +34,7 @@ _PUBLIC = {
     "IncidentResponse": "callbacks.incident_response",
     "LossScaleMonitor": "callbacks.loss_scale_monitor",
     "NonFiniteTracer": "callbacks.nonfinite_tracer",
+    "Preflight": "callbacks.preflight",
     "RankOutlierDetector": "callbacks.rank_outlier_detector",
     "RankTelemetry": "callbacks.rank_telemetry",
     "ReplicaConsistency": "callbacks.replica_consistency",
@@ -52,6 +54,7 @@ __all__ = [
     "IncidentResponse",
     "LossScaleMonitor",
     "NonFiniteTracer",
+    "Preflight",
     "RankOutlierDetector",
     "RankTelemetry",
     "ReplicaConsistency",

@@ -14,6 +14,7 @@ from .forensic_checkpoint import ForensicCheckpoint
 from .incident_response import IncidentResponse
 from .loss_scale_monitor import LossScaleMonitor
 from .nonfinite_tracer import NonFiniteTracer
+from .preflight import Preflight
 from .rank_outlier_detector import RankOutlierDetector
 from .rank_telemetry import RankTelemetry
 from .replica_consistency import ReplicaConsistency
@@ -24,6 +25,7 @@ from .spike_detector import SpikeDetector
 # Order in the Trainer: who looks at the batch, who judges, who decides, who acts. User callbacks come before all of these.
 ORDER: tuple[type[Callback], ...] = (
     RunJournal,
+    Preflight,
     BatchValidator,
     NonFiniteTracer,
     SpikeDetector,
@@ -56,7 +58,7 @@ def default_callbacks(
     Example:
         >>> import lightning_sentinel
         >>> [type(c).__name__ for c in lightning_sentinel.default_callbacks()][:3]
-        ['RunJournal', 'BatchValidator', 'NonFiniteTracer']
+        ['RunJournal', 'Preflight', 'BatchValidator']
 
     Args:
         run_dir: Where journal, checkpoints, incidents and the report go; None: a folder under the Trainer's
@@ -71,6 +73,7 @@ def default_callbacks(
     """
     callbacks: list[Callback] = [
         RunJournal(run_dir=run_dir),
+        Preflight(vocabulary_size=vocabulary_size),
         BatchValidator(vocabulary_size=vocabulary_size, sample_id_fn=sample_id_fn),
         NonFiniteTracer(),
         SpikeDetector(),

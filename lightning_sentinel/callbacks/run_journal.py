@@ -136,7 +136,7 @@ class RunJournal(SentinelCallback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._journal is None or self._ended:
             return
-        config = _plain_config(self.config)
+        config = plain_config(self.config)
         self.context(trainer).write(
             trainer,
             "run.started",
@@ -465,7 +465,8 @@ def _default_run_dir(trainer: Trainer) -> Path:
     return (Path.cwd() if "://" in root else Path(root)) / "sentinel" / stamp
 
 
-def _plain_config(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def plain_config(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """A configuration as plain data, secrets redacted."""
     if config is None:
         return None
     from omegaconf import DictConfig, OmegaConf

@@ -21,6 +21,7 @@ FOLDER = Path(__file__).parent / "callbacks" / "sentinel"
 # File name, which is also the key under ``callbacks``, to class, in the order in which they stand in the Trainer.
 CALLBACKS = {
     "run_journal": "RunJournal",
+    "preflight": "Preflight",
     "batch_validator": "BatchValidator",
     "nonfinite_tracer": "NonFiniteTracer",
     "spike_detector": "SpikeDetector",
@@ -37,6 +38,7 @@ CALLBACKS = {
 # Values that come from elsewhere in the application's configuration. Each falls back to the constructor's default.
 INTERPOLATED = {
     ("run_journal", "run_dir"): ("run_dir", "null"),
+    ("preflight", "vocabulary_size"): ("model.vocab_size", "null"),
     ("batch_validator", "vocabulary_size"): ("model.vocab_size", "null"),
     ("rank_telemetry", "vocabulary_size"): ("model.vocab_size", "null"),
     ("incident_response", "mode"): ("policy.mode", "observe"),

@@ -20,6 +20,7 @@ IncidentResponse(mode, ladders, budgets, budget_steps, probation_steps, recovere
     triage, max_forwards, max_seconds, capture_state, capture_batch, bundle_bytes, exit_on_stop)
 LossScaleMonitor(max_consecutive, max_without_step, floor)
 NonFiniteTracer(boundaries, every_n, anomaly, max_traces, replay)
+Preflight(strict, skip, vocabulary_size, checkpoints)
 RankOutlierDetector(threshold, false_per_step, tail, cold_threshold, cold_relative, min_jump, min_relative, warmup,
     memory, max_named, straggler, straggler_steps)
 RankTelemetry(update_norm_every_n_steps, vocabulary_size, token_count_fn, sample_id_fn, sources)
