@@ -289,14 +289,12 @@ class Preflight(SentinelCallback):
         self._refuse(trainer, remarks)
 
     def _say(self, trainer: Trainer, remarks: Sequence[Remark]) -> None:
-        from .rollback import Rollback
-
         context = self.context(trainer)
         for remark in remarks:
             fields = remark.to_dict()
             context.write(trainer, f"preflight.{fields.pop('level')}", **fields)
-            said = remark.check == "loader" and find_callback(trainer, Rollback) is not None  # Rollback says it itself
-            if trainer.is_global_zero and remark.level == WARNING and not said and not self.strict:
+            shown = trainer.is_global_zero and remark.level == WARNING and not self.strict
+            if shown and not _said_elsewhere(trainer, remark):
                 log.warning("Preflight, %s: %s", remark.check, remark.message)
 
     def _refuse(self, trainer: Trainer, remarks: Sequence[Remark]) -> None:
@@ -312,6 +310,17 @@ def _guarded(name: str, check: Callable[[], Any], remarks: list[Remark]) -> Any:
     except Exception as error:  # the user's modules, loaders and file systems: they may fail in any way
         remarks.append(Remark(name, f"This could not be looked at: {type(error).__name__}: {error}", NOTE))
         return []
+
+
+def _said_elsewhere(trainer: Trainer, remark: Remark) -> bool:
+    """Whether another callback of this Trainer warns of the same thing at the start."""
+    from .rollback import Rollback
+    from .run_journal import RunJournal
+
+    if remark.check == "loader":
+        return find_callback(trainer, Rollback) is not None
+    unwritable = remark.check == "run_folder" and checks.UNWRITABLE in remark.message
+    return unwritable and find_callback(trainer, RunJournal) is not None
 
 
 def _class_targets(batch: Any) -> Tensor | None:
