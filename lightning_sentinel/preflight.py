@@ -44,6 +44,7 @@ CHECKS = (
 
 RISE_STEPS = 10  # steps of a schedule that are looked at for a rising rate
 NAMED = 8  # names in one sentence
+UNWRITABLE = "can't be written"
 
 # Untrained logits of standard deviation s cost about s^2 / 2 nats above ln(vocabulary): half a nat is a deviation of 1.
 LOSS_MARGIN_NATS, LOSS_MARGIN_RELATIVE = 0.5, 0.1
@@ -430,9 +431,7 @@ def run_folder(folder: Path, needed: int, checkpoints: int) -> list[Remark]:
             file.write(b"preflight")
             file.flush()
     except OSError as error:
-        message = (
-            f"{existing} can't be written ({error.strerror or error}): neither journal nor checkpoints will be kept."
-        )
+        message = f"{existing} {UNWRITABLE} ({error.strerror or error}): neither journal nor checkpoints will be kept."
         return [Remark("run_folder", f"{message} Set run_dir to a folder with write permission and space.")]
     free = shutil.disk_usage(existing).free
     if checkpoints and free < checkpoints * needed:
