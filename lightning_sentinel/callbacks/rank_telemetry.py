@@ -16,6 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..collectives import gather_flat
 from ..context import context_of
 from ..data.identity import sample_ids, supervised_token_count, token_count
 from ..detectors.nonfinite import NonFinite
@@ -279,12 +280,12 @@ class RankTelemetry(SentinelCallback):
         norm = total_norm(grads) if grads else torch.zeros((), dtype=torch.float64, device=device)
         context = self.context(trainer)
         row = self._row(trainer, norm / scale, step_seconds, not grads, len(self._own_findings(trainer)), device)
-        matrix = _all_gather(trainer, row).cpu().numpy().astype(np.float64)
+        matrix = gather_flat(row, trainer.world_size).cpu().numpy().astype(np.float64)
         norms = matrix[:, SIGNAL_INDEX["grad_norm"]]
         if not ((norms < FLOAT32_SQUARE_LIMIT) & ((norms > 1e-12) | (norms == 0))).all():
             # Odd: the float32 sum may have overflowed or underflowed. Everybody sees it, so everybody looks again.
             exact = total_norm(grads, torch.float64) / scale if grads else norm
-            again = _all_gather(trainer, exact.reshape(1).to(device))
+            again = gather_flat(exact.reshape(1).to(device), trainer.world_size)
             matrix[:, SIGNAL_INDEX["grad_norm"]] = again.cpu().numpy()[:, 0]
         self._finish_norms(matrix, sharded)
         signals = self._signals
@@ -540,15 +541,6 @@ def _planned_rates(trainer: Trainer, optimizer: Optimizer) -> tuple[float, ...] 
             factor = context_of(trainer).scratch.get("lr_factor", 1.0)  # a reduction that is in force on purpose
             return tuple(float(rate) * factor for rate in scheduler._last_lr)
     return None
-
-
-def _all_gather(trainer: Trainer, row: Tensor) -> Tensor:
-    """``[n]`` on each rank to ``[world_size, n]`` on all."""
-    if trainer.world_size == 1:
-        return row[None]
-    gathered = row.new_empty(trainer.world_size * row.numel())
-    torch.distributed.all_gather_into_tensor(gathered, row.contiguous())
-    return gathered.view(trainer.world_size, row.numel())
 
 
 def _loader_sources(trainer: Trainer) -> Sequence[str]:

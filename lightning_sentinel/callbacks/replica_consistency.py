@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..collectives import gather_flat
 from ..incidents import Finding, FindingKind
 from ..record import StepRecord
 from ..state import lightning_private as private
@@ -193,9 +194,7 @@ class ReplicaConsistency(SentinelCallback):
             part = digest([names[k] for k in chosen], table[rows])
             mine.append(torch.cat([part.new_tensor([-1 if owner is None else owner]), part]))
         packed = torch.stack(mine).reshape(-1)
-        gathered = packed.new_empty(trainer.world_size * packed.numel())
-        torch.distributed.all_gather_into_tensor(gathered, packed)
-        everyone = gathered.view(trainer.world_size, len(classes), 3).cpu().tolist()
+        everyone = gather_flat(packed, trainer.world_size).view(-1, len(classes), 3).cpu().tolist()
         findings = [] if _agree(everyone) else self._name(trainer, record, owned, names, table, owners)
         self._differ = bool(findings)
         if not findings:
