@@ -22,9 +22,7 @@ from lightning_sentinel.cli.config import config_options
 def callbacks() -> list[str]:
     """Names of the public callbacks."""
     public = {name: getattr(lightning_sentinel, name) for name in lightning_sentinel.__all__}
-    return sorted(
-        name for name, value in public.items() if inspect.isclass(value) and issubclass(value, Callback)
-    )
+    return sorted(name for name, value in public.items() if inspect.isclass(value) and issubclass(value, Callback))
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
