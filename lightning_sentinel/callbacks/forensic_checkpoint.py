@@ -5,47 +5,27 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ..checkpoint import contents
 from ..checkpoint.choosing import choose, next_attempt
-from ..checkpoint.contents import Contents
-from ..checkpoint.describe import code_revision, library_versions
+from ..checkpoint.keeper import Keeper, Plan, open_incidents
 from ..checkpoint.manifest import Status
 from ..checkpoint.restart import empty_epoch_finding
 from ..checkpoint.resumed import ResumedRun
-from ..checkpoint.saving import (
-    Done,
-    Progress,
-    Rotation,
-    StatusAtSave,
-    exchange,
-    meet,
-    publish,
-    publish_dump,
-    words,
-    write_and_publish,
-    write_lightning_checkpoint,
-)
-from ..checkpoint.store import Checkpoint, CheckpointError, CheckpointStore, PendingCheckpoint
-from ..incidents import Action, Finding, Incident
+from ..checkpoint.store import CheckpointStore
+from ..incidents import Finding
 from ..journal import redact
-from ..policy import REPORT_ONLY
 from ..state import lightning_private as private
-from ..state.snapshot import Snapshot, resume, take
+from ..state.snapshot import resume
 from .base import SentinelCallback, gather_objects, note_restart
 
 log = logging.getLogger("lightning_sentinel")
-
-_MEETING_SECONDS = 30.0
 
 
 class ForensicCheckpoint(SentinelCallback):
@@ -56,9 +36,10 @@ class ForensicCheckpoint(SentinelCallback):
     incident turns out to have begun before it. Resuming restores what Lightning's own checkpoint leaves out: the random
     state and the data position of every rank, batches fetched ahead, and the suite's own incidents and quarantine.
 
-    The state is taken between two batches (where a batch ends the fit or SIGTERM has arrived: at that batch's end) and
-    copied to host memory; one background thread hashes and writes it, one checkpoint at a time. With several ranks all
-    of them write at once, in step with the training, because their hashes meet in one manifest.
+    The state is taken between two batches (where a batch ends the fit or SIGTERM has arrived: at that batch's end).
+    Training waits for the copy to host memory; a background thread of low priority hashes and writes it, one checkpoint at
+    a time, and says now and then how far it is. With several ranks each writes its own part, and rank 0 publishes the
+    checkpoint when all parts are there: the checkpoint folder must be one that all ranks see.
 
     Example:
         >>> from lightning_sentinel import ForensicCheckpoint
@@ -126,7 +107,6 @@ class ForensicCheckpoint(SentinelCallback):
         self.resume = resume
         self.write_lightning_ckpt, self.save_on_exception = write_lightning_ckpt, save_on_exception
         self.config, self.run_dir, self.compare_steps = config, run_dir, compare_steps
-        self._store: CheckpointStore | None = None
         self._fit = _Fit()
 
     # ------------------------------------------------------------------------------------------------- life of a fit
@@ -137,37 +117,37 @@ class ForensicCheckpoint(SentinelCallback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._store = None
             return
         self._fit.ckpt_path = trainer.ckpt_path
-        self._store = CheckpointStore(self._checkpoints_dir(trainer))
+        plan = Plan(self.keep, self.keep_every_tokens, self.write_lightning_ckpt, self.config)
+        store = CheckpointStore(self._checkpoints_dir(trainer))
+        self._fit.keeper = keeper = Keeper(store, plan, self.probation_steps)
         if trainer.is_global_zero:
             try:
-                self._store.clean()
+                store.clean()
             except OSError as error:
-                self._failed(trainer, "cleaning up", error)
+                keeper.failed(trainer, "cleaning up", error)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         note_restart(trainer)
-        if self._store is None:
+        fit, keeper = self._fit, self._fit.keeper
+        if keeper is None:
             return
-        self._fit.before = partial(self._before_batch, trainer)
-        private.advance_control(trainer).before.append(self._fit.before)
-        self._fit.writer = ThreadPoolExecutor(1, thread_name_prefix="ForensicCheckpoint")
-        if trainer.global_step == 0 and self._fit.ckpt_path is None and self.resume is not None:
+        fit.before = partial(self._before_batch, trainer)
+        private.advance_control(trainer).before.append(fit.before)
+        if trainer.global_step == 0 and fit.ckpt_path is None and self.resume is not None:
             self._resume(trainer, self.resume)
-        elif trainer.global_step > 0 and self._fit.ckpt_path is not None:
-            self._fit.resumed = ResumedRun.from_lightning(trainer, self._require_store(), self.compare_steps)
-        loaded = None if self._fit.resumed is None else self._fit.resumed.loaded
+        elif trainer.global_step > 0 and fit.ckpt_path is not None:
+            fit.resumed = ResumedRun.from_lightning(trainer, keeper.store, self.compare_steps)
+        loaded = None if fit.resumed is None else fit.resumed.loaded
         step = trainer.global_step if loaded is None else loaded.snapshot.step
-        self._fit.bucket = self._bucket(step)
-        self._fit.clean_from = step
-        self._fit.attempt = self.context(trainer).attempt
+        fit.bucket = self._bucket(step)
+        keeper.probation.clean_from = step
+        fit.attempt = self.context(trainer).attempt
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._store is not None:
-            self._settle(trainer, wait=True)
-            self._promote_due(trainer)
+        if self._fit.keeper is not None:
+            self._fit.keeper.finish(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
@@ -175,229 +155,66 @@ class ForensicCheckpoint(SentinelCallback):
         before = private.advance_control(trainer).before
         if self._fit.before in before:
             before.remove(self._fit.before)
-        if self._fit.writer is not None:
-            self._fit.writer.shutdown(wait=True)
-            self._fit.writer = None
+        if self._fit.keeper is not None:
+            self._fit.keeper.close()
+            self._fit.keeper = None
 
     # ------------------------------------------------------------------------------------------------------- saving
 
     def _before_batch(self, trainer: Trainer) -> None:
         """Between two batches: nothing of the last one is pending, a rollback has been carried out."""
-        self._settle(trainer, wait=False)
-        context, fit = self.context(trainer), self._fit
+        context, fit, keeper = self.context(trainer), self._fit, self._keeper
+        keeper.settle(wait=False)
         step = trainer.global_step
-        if context.attempt != fit.attempt:  # a rollback: candidates of the abandoned path will never pass
+        if context.attempt != fit.attempt:
             fit.attempt = context.attempt
-            fit.candidates = [c for c in fit.candidates if c.step <= step]
-            fit.bucket, fit.clean_from = self._bucket(step), step
-        if _open_incidents(trainer):
-            fit.clean_from = step
+            keeper.go_back(step)
+            fit.bucket = self._bucket(step)
+        if open_incidents(trainer):
+            keeper.probation.clean_from = step
         if self._due(trainer):
             fit.bucket = self._bucket(step)
-            self.save(trainer)
-        self._promote_due(trainer)
+            keeper.save(trainer)
+        keeper.promote_due(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._store is None:
+        if self._fit.keeper is None:
             return
         self._fit.batches_in_epoch += 1
         if self._fit.resumed is not None:
             self._report_restart(trainer, self._fit.resumed.step_done(trainer, self._fit.attempt))
-        if _open_incidents(trainer) or self.context(trainer).attempt != self._fit.attempt:
+        if open_incidents(trainer) or self.context(trainer).attempt != self._fit.attempt:
             return  # a rollback may be pending; a bad state is no restart point
         terminated = trainer.received_sigterm and trainer.world_size == 1
         if terminated or (_is_last_batch(trainer) and self._due(trainer)):
             self._fit.bucket = self._bucket(trainer.global_step)
-            self.save(trainer)
+            self._fit.keeper.save(trainer)
         if terminated:
-            self._settle(trainer, wait=True)
+            self._fit.keeper.settle(wait=True)
             self._fit.saved_on_signal = True
 
     def save(self, trainer: Trainer) -> None:
         """Save now. Call it between two batches or in ``on_train_batch_end``, on every rank alike."""
-        self._settle(trainer, wait=True)
-        store = self._require_store()
-        status = self._status_at_save(trainer)
-        if trainer.world_size > 1:
-            self._save_together(trainer, store, status)
-            return
-        pending: PendingCheckpoint | None = None
-        try:
-            self._fit.buffer = snapshot = take(trainer, into=self._fit.buffer)
-            part = contents.collect(trainer, snapshot, self.config)
-            pending = store.begin(part.step, part.attempt, progress=Progress(part.step))
-            if self.write_lightning_ckpt and (problem := write_lightning_checkpoint(trainer, pending)):
-                raise CheckpointError(problem)
-        except Exception as error:
-            if pending is not None:
-                store.drop(pending)
-            self._failed(trainer, "saving", error)
-            return
-        assert self._fit.writer is not None
-        self._fit.in_flight_step = part.step
-        self._fit.in_flight = self._fit.writer.submit(
-            write_and_publish, store, pending, part, status, self._rotation(), self._revision()
-        )
-
-    def _save_together(self, trainer: Trainer, store: CheckpointStore, status: StatusAtSave) -> None:
-        """All ranks write their parts; one gather brings hashes and errors together, so that all succeed or none."""
-        pending: PendingCheckpoint | None = None
-        part: Contents | None = None
-        problem: str | None = None
-        if trainer.is_global_zero:
-            try:
-                pending = store.begin(
-                    trainer.global_step, self.context(trainer).attempt, progress=Progress(trainer.global_step)
-                )
-            except OSError as error:
-                problem = words(error)
-        mine = None if pending is None else str(pending.directory)
-        directory, problem = trainer.strategy.broadcast((mine, problem), src=0)
-        if directory is None:
-            self._failed(trainer, "saving", problem or "rank 0 could not begin")
-            return
-        pending = pending or store.join(directory)
-        if self.write_lightning_ckpt:
-            problem = write_lightning_checkpoint(trainer, pending)
-        try:
-            self._fit.buffer = snapshot = take(trainer, into=self._fit.buffer)
-            part = contents.collect(trainer, snapshot, self.config)
-            part.write(pending)
-        except Exception as error:
-            problem = problem or words(error)
-        gathered: list[Any] = [None] * trainer.world_size
-        torch.distributed.all_gather_object(gathered, (pending.entries, problem, part and part.nonfinite()))
-        problems = [f"rank {r}: {p}" for r, (_, p, _) in enumerate(gathered) if p]
-        nonfinite = next((f"rank {r}: {n}" for r, (_, _, n) in enumerate(gathered) if n), None)
-        if problems or part is None:
-            if trainer.is_global_zero:
-                store.drop(pending)
-            self._failed(trainer, "saving", "; ".join(problems))
-            return
-        if trainer.is_global_zero:
-            entries = {name: entry for found, _, _ in gathered for name, entry in found.items()}
-            status = status.or_nonfinite(nonfinite, part.step)
-            try:
-                self._saved(
-                    trainer,
-                    publish(store, pending, part, status, self._rotation(), self._revision(), entries=entries),
-                )
-            except Exception as error:
-                store.drop(pending)
-                self._failed(trainer, "saving", error)
-
-    def _settle(self, trainer: Trainer, *, wait: bool) -> None:
-        """Take note of a save that the background thread has finished."""
-        future = self._fit.in_flight
-        if future is None or not (wait or future.done()):
-            return
-        self._fit.in_flight = None
-        try:
-            self._saved(trainer, future.result())
-        except Exception as error:
-            self._failed(trainer, "saving", error, checkpoint_step=self._fit.in_flight_step)
-
-    def _saved(self, trainer: Trainer, done: Done) -> None:
-        checkpoint = done.checkpoint
-        status = checkpoint.status
-        self._fit.last_saved = max(self._fit.last_saved, checkpoint.step)
-        self._journal(
-            trainer,
-            "checkpoint.saved",
-            checkpoint,
-            at_step=checkpoint.step,
-            bytes=sum(e.bytes for e in checkpoint.manifest.files.values()),
-            seconds=round(done.seconds, 3),
-            status=str(status.status),
-        )
-        if status.status is Status.POISONED:
-            self._journal(
-                trainer, "checkpoint.poisoned", checkpoint, reason=status.reason, since_step=status.since_step
-            )
-            log.warning("checkpoint %s is poisoned: %s", checkpoint.path.name, status.reason)
-        else:
-            self._fit.candidates.append(checkpoint)
-        for removed in done.removed:
-            self._journal(trainer, "checkpoint.removed", removed)
-        gone = {c.path for c in done.removed}
-        self._fit.candidates = [c for c in self._fit.candidates if c.path not in gone]
-        if done.rotation_error:
-            self._failed(trainer, "rotating", done.rotation_error)
-
-    def _failed(self, trainer: Trainer, what: str, error: BaseException | str, **fields: Any) -> None:
-        reason = error if isinstance(error, str) else words(error)
-        fields.setdefault("checkpoint_step", trainer.global_step)
-        self.context(trainer).write(trainer, "checkpoint.failed", what=what, reason=reason, **fields)
-        kind = (what, reason.partition(" (")[0])  # without the path, which differs at each step
-        if kind not in self._fit.told:
-            self._fit.told.add(kind)
-            log.warning("checkpoint at step %d: %s failed: %s. Training goes on.", trainer.global_step, what, reason)
-
-    def _status_at_save(self, trainer: Trainer) -> StatusAtSave:
-        unanswered = [i for i in _open_incidents(trainer) if not _is_answered(i)]
-        if not unanswered:
-            return StatusAtSave()
-        since = min(i.since_step for i in unanswered)
-        return StatusAtSave(f"since step {since}: incident {unanswered[0].number} is open and unanswered", since)
-
-    def _rotation(self) -> Rotation:
-        protected = {c.path for c in self._fit.candidates[:1]}
-        return Rotation(self.keep, self.keep_every_tokens, protected)
-
-    def _revision(self) -> dict[str, Any]:
-        if self._fit.revision is None:
-            self._fit.revision = {"versions": library_versions(), "code": code_revision()}
-        return self._fit.revision
+        self._keeper.save(trainer)
 
     # ---------------------------------------------------------------------------------------------------- probation
 
     def on_incident(self, trainer: Trainer, since_step: int, incident: int | None = None) -> None:
         """Poison every checkpoint that holds an update of ``since_step`` or later, retroactively too."""
-        if self._store is None:
-            return
-        self._settle(trainer, wait=True)
-        self._fit.clean_from = trainer.global_step
-        self._fit.candidates = [c for c in self._fit.candidates if c.step <= since_step]
-        if not trainer.is_global_zero:
-            return
-        number = incident if incident is not None else max((i.number for i in _open_incidents(trainer)), default=None)
-        reason = f"since step {since_step}" + (f": incident {number}" if number is not None else "")
-        try:
-            marked = self._store.mark_poisoned_since(since_step, reason=reason, incident=number)
-        except (OSError, CheckpointError) as error:
-            self._fit.poison_again = since_step
-            self._failed(trainer, "marking as poisoned", error)
-            return
-        for checkpoint in marked:
-            self._journal(trainer, "checkpoint.poisoned", checkpoint, reason=reason, since_step=since_step)
+        if self._fit.keeper is not None:
+            self._fit.keeper.poison_since(trainer, since_step, incident)
 
     def on_recovered(self, trainer: Trainer, incident: int | None = None) -> None:
         """The incident is over: probation counts healthy steps from here on."""
-        self._fit.clean_from = trainer.global_step
-
-    def _promote_due(self, trainer: Trainer) -> None:
-        fit = self._fit
-        if fit.poison_again is not None:
-            since, fit.poison_again = fit.poison_again, None
-            self.on_incident(trainer, since)
-        due = [c for c in fit.candidates if trainer.global_step >= max(c.step, fit.clean_from) + self.probation_steps]
-        if not due or _open_incidents(trainer) or not _weights_finite(trainer):
-            return
-        fit.candidates = [c for c in fit.candidates if c not in due]
-        for checkpoint in due:
-            try:
-                promoted = self._require_store().promote(checkpoint.path)
-            except (OSError, CheckpointError) as error:
-                self._failed(trainer, "promoting", error, checkpoint_step=checkpoint.step)
-                continue
-            self._journal(trainer, "checkpoint.known_good", promoted, probation_steps=self.probation_steps)
+        if self._fit.keeper is not None:
+            self._fit.keeper.probation.clean_from = trainer.global_step
 
     # ------------------------------------------------------------------------------------------------------- resume
 
     def _resume(self, trainer: Trainer, source: str | Path) -> None:
-        store = self._require_store()
+        store = self._keeper.store
         loaded = choose(trainer, store, source, partial(self._refuse, trainer))
         if loaded is None:
             return
@@ -405,15 +222,14 @@ class ForensicCheckpoint(SentinelCallback):
         contents.apply(trainer, loaded)
         self._fit.resumed = resumed = ResumedRun.from_suite(trainer, loaded, self.compare_steps)
         context.restart_step = snapshot.step
-        good = trainer.strategy.broadcast(checkpoint.status.status is Status.KNOWN_GOOD, src=0)
-        context.scratch["known_good_step"] = snapshot.step if good else None
+        status = trainer.strategy.broadcast(checkpoint.status.status, src=0)
+        context.scratch["known_good_step"] = snapshot.step if status is Status.KNOWN_GOOD else None
         context.load_path_state(snapshot.path)
         # A kill costs each rank other lines of its journal: the furthest of them counts.
         furthest = max(gather_objects(trainer, [(resumed.recorded.attempt, resumed.recorded.last_step)]))
         context.attempt = trainer.strategy.broadcast(next_attempt(store, checkpoint, *furthest), src=0)
         resumed.close_lost_incidents(trainer)
-        if checkpoint.status.status is Status.CANDIDATE and trainer.is_global_zero:
-            self._fit.candidates = [checkpoint]
+        self._keeper.resumed_from(checkpoint, candidate=status is Status.CANDIDATE)
         resume(trainer, snapshot)
         context.journal.write(
             "run.resumed",
@@ -467,7 +283,7 @@ class ForensicCheckpoint(SentinelCallback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         fit = self._fit
-        if self._store is None or fit.ckpt_path is None or fit.batches_in_epoch or fit.told_empty:
+        if fit.keeper is None or fit.ckpt_path is None or fit.batches_in_epoch or fit.told_empty:
             return
         fit.told_empty = True
         finding = empty_epoch_finding(trainer.global_step, trainer.current_epoch)
@@ -505,79 +321,28 @@ class ForensicCheckpoint(SentinelCallback):
             frames=_frames(exception),
         )
         context.journal.flush()
-        if self._store is None or self._fit.writer is None:
+        keeper = self._fit.keeper
+        if keeper is None or self._fit.before is None:
             return
-        self._settle(trainer, wait=True)
+        keeper.hurry()
         if self._fit.saved_on_signal:
             return
         try:
-            self._save_after_exception(trainer, exception)
+            keeper.save_after_exception(trainer, exception, dump=self.save_on_exception)
         except Exception as error:  # whatever goes wrong here must not replace the exception that ended the run
-            self._failed(trainer, "saving after an exception", error)
-
-    def _save_after_exception(self, trainer: Trainer, exception: BaseException) -> None:
-        between_batches = not private.in_batch(trainer) and not trainer.validating
-        if isinstance(exception, SIGTERMException) and between_batches:
-            self._save_without_collectives(trainer, take(trainer))
-            return
-        if self.save_on_exception:
-            part = contents.collect(trainer, take(trainer), self.config)
-            dump = publish_dump(self._require_store(), part, exception)
-            self._journal(trainer, "checkpoint.saved", dump, status="exception")
-        # The newest restart point in memory: a resume then tries the failing batch again, and repeats little else.
-        full = [s for s in self.context(trainer).snapshots if s.params is not None]
-        if trainer.world_size == 1 and full and full[-1].step > self._fit.last_saved and not _open_incidents(trainer):
-            self._save_without_collectives(trainer, full[-1])
-
-    def _save_without_collectives(self, trainer: Trainer, snapshot: Snapshot) -> None:
-        """After SIGTERM every rank comes here at the same step, but none may wait for another by a collective."""
-        store = self._require_store()
-        part = contents.collect(trainer, snapshot, self.config)
-        if trainer.world_size == 1:
-            done = write_and_publish(
-                store, store.begin(part.step, part.attempt), part, StatusAtSave(), self._rotation(), self._revision()
-            )
-            self._saved(trainer, done)
-            return
-        pending = meet(store, part, _MEETING_SECONDS)
-        try:
-            part.write(pending)
-            entries = exchange(store, pending, part, _MEETING_SECONDS)
-            if entries is not None:
-                self._saved(
-                    trainer,
-                    publish(store, pending, part, StatusAtSave(), self._rotation(), self._revision(), entries=entries),
-                )
-        except Exception:
-            if trainer.is_global_zero:
-                store.drop(pending)
-            raise
+            keeper.failed(trainer, "saving after an exception", error)
 
     # ------------------------------------------------------------------------------------------------------- helpers
-
-    def _journal(
-        self, trainer: Trainer, event: str, checkpoint: Checkpoint, at_step: int | None = None, **fields: Any
-    ) -> None:
-        context = self.context(trainer)
-        context.journal.write(
-            event,
-            step=trainer.global_step if at_step is None else at_step,
-            attempt=context.attempt,
-            tokens=context.tokens if at_step is None else checkpoint.manifest.tokens,
-            checkpoint_step=checkpoint.step,
-            path=str(checkpoint.path),
-            sha256=checkpoint.sha256,
-            **fields,
-        )
 
     def _checkpoints_dir(self, trainer: Trainer) -> Path:
         run_dir = self.run_dir or self.context(trainer).run_dir or Path(trainer.default_root_dir) / "sentinel"
         return Path(run_dir) / "checkpoints"
 
-    def _require_store(self) -> CheckpointStore:
-        if self._store is None:
-            raise RuntimeError("ForensicCheckpoint has no checkpoint folder yet: it is opened when a fit starts.")
-        return self._store
+    @property
+    def _keeper(self) -> Keeper:
+        if self._fit.keeper is None:
+            raise RuntimeError("ForensicCheckpoint has no checkpoint folder yet: it is opened when training starts.")
+        return self._fit.keeper
 
     def _bucket(self, step: int) -> int:
         return step // self.every_n_steps if self.every_n_steps else 0
@@ -592,32 +357,13 @@ class _Fit:
 
     ckpt_path: Any = None
     before: partial[None] | None = None
-    writer: ThreadPoolExecutor | None = None
-    in_flight: Future[Done] | None = None
-    in_flight_step: int = -1
-    buffer: Snapshot | None = None
-    revision: dict[str, Any] | None = None
+    keeper: Keeper | None = None
     bucket: int = 0
     attempt: int = 0
-    clean_from: int = 0
-    last_saved: int = -1
-    candidates: list[Checkpoint] = field(default_factory=list)
-    poison_again: int | None = None
-    told: set[tuple[str, str]] = field(default_factory=set)
     saved_on_signal: bool = False
     resumed: ResumedRun | None = None
     batches_in_epoch: int = 0
     told_empty: bool = False
-
-
-def _open_incidents(trainer: Trainer) -> list[Incident]:
-    """Open incidents that concern the training state (a straggler does not)."""
-    incidents = SentinelCallback.context(trainer).incidents
-    return [i for i in incidents if i.is_open and (not i.kinds or i.kinds - REPORT_ONLY)]
-
-
-def _is_answered(incident: Incident) -> bool:
-    return any(entry.get("action") not in (None, Action.NONE) for entry in incident.actions)
 
 
 def _is_last_batch(trainer: Trainer) -> bool:
@@ -626,16 +372,6 @@ def _is_last_batch(trainer: Trainer) -> bool:
         return True
     epochs = trainer.max_epochs
     return trainer.is_last_batch and epochs is not None and 0 <= epochs <= trainer.current_epoch + 1
-
-
-def _weights_finite(trainer: Trainer) -> bool:
-    """Asked only when a checkpoint is about to become known-good, so the cost does not matter."""
-    return all(bool(torch.isfinite(p).all()) for p in map(_local, trainer.lightning_module.parameters()))
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    local: torch.Tensor = getattr(parameter, "_local_tensor", parameter)
-    return local.detach()
 
 
 def _frames(exception: BaseException) -> list[str]:

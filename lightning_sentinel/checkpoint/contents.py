@@ -24,14 +24,17 @@ from ..context import RunContext, context_of
 from ..data.identity import sample_ids
 from ..incidents import Incident
 from ..journal import journal_files, redact, to_json
+from ..progress import Progress
 from ..record import StepRecord
 from ..state.snapshot import Snapshot, cursor_problems, from_payload, state_problems, to_payload
+from ..state.tree import tensor_bytes
 from .describe import topology
 from .manifest import rank_file
 from .plain import decode, encode
 from .store import Checkpoint, CheckpointError, CheckpointStore, PendingCheckpoint
 
-log = logging.getLogger("lightning_sentinel")
+# Lightning shows the information of its own loggers by default; a save that takes long should be seen.
+progress_log = logging.getLogger("lightning.pytorch.lightning_sentinel")
 
 MODEL, OPTIMIZER, RUN, LIGHTNING = "model.pt", "optimizer.pt", "run.json", "lightning.ckpt"
 _SHARED = {MODEL: "params", OPTIMIZER: "optimizers"}
@@ -51,9 +54,24 @@ class Contents:
     shared: dict[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)
+    lightning: dict[str, Any] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors in it: nearly what will be written."""
+        return sum(map(tensor_bytes, (self.shared, self.own, self.lightning)))
 
     def write(self, pending: PendingCheckpoint) -> None:
-        """Write this rank's files and read the small one back, so that nothing is saved that cannot be loaded."""
+        """Write this rank's files, with progress, and read the small one back: nothing is saved that cannot be loaded."""
+        what = f"checkpoint of step {self.step}"
+        with Progress(what, total=self.nbytes, unit="B", log=progress_log, enabled=self.rank == 0) as bar:
+            pending.progress = bar.advance
+            self._write(pending)
+            pending.progress = None
+
+    def _write(self, pending: PendingCheckpoint) -> None:
+        if self.lightning is not None:
+            pending.write_torch(LIGHTNING, self.lightning)
         for name, content in self.shared.items():
             pending.write_torch(name, content)
         own = rank_file(self.rank)
@@ -70,12 +88,11 @@ class Contents:
     def nonfinite(self) -> str | None:
         """The first tensor of weights or optimizer state that holds a non-finite value, in a sentence; or None."""
         parts = self.shared or {name: self.own["snapshot"].get(key) for name, key in _SHARED.items()}
-        for name, value in _named_tensors(parts.get(MODEL) or {}, "parameter "):
-            if (bad := _count_nonfinite(value)) > 0:
-                return f"{bad} of {value.numel()} values of {name} are not finite"
-        for name, value in _named_tensors(parts.get(OPTIMIZER) or [], "optimizer state "):
-            if (bad := _count_nonfinite(value)) > 0:
-                return f"{bad} of {value.numel()} values of {name} are not finite"
+        for name, prefix in ((MODEL, "parameter "), (OPTIMIZER, "optimizer state ")):
+            for found, value in _named_tensors(parts.get(name) or {}, prefix):
+                if not all_finite(value):
+                    bad = int((~torch.isfinite(value)).sum())
+                    return f"{bad} of {value.numel()} values of {found} are not finite"
         return None
 
 
@@ -254,7 +271,13 @@ def _named_tensors(value: Any, prefix: str) -> list[tuple[str, Tensor]]:
     return [found for key, inner in items for found in _named_tensors(inner, f"{prefix}{key}.")]
 
 
-def _count_nonfinite(value: Tensor) -> int:
-    if not (value.is_floating_point() or value.is_complex()):
-        return 0
-    return value.numel() - int(torch.isfinite(value).sum())
+def all_finite(value: Tensor) -> bool:
+    """True if no value is NaN or infinite; reads the host memory once and takes none, which ``isfinite`` does not."""
+    if value.is_complex():
+        value = torch.view_as_real(value)
+    if not value.is_floating_point() or value.numel() == 0:
+        return True
+    if value.element_size() == 1:  # eight-bit floats have no arithmetic
+        value = value.float()
+    least, greatest = value.aminmax()
+    return bool(torch.isfinite(least) & torch.isfinite(greatest))

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
+import threading
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Trainer
 
+from ..state import lightning_private as private
+from ..state.tree import HostCopies
 from .atomic import FileEntry, replace_file
 from .contents import LIGHTNING, Contents
-from .manifest import Status
+from .manifest import Status, rank_file
 from .store import Checkpoint, CheckpointError, CheckpointStore, PendingCheckpoint, checkpoint_name
 
-log = logging.getLogger("lightning_sentinel")
-
-PROGRESS_SECONDS = 10.0
+PART_SECONDS = 600.0  # how much later than rank 0 another rank may have written its files
+HURRY_SECONDS = 30.0  # the same where the process is about to end
 _POLL_SECONDS = 0.05
 
 
@@ -59,18 +59,12 @@ class Done:
     rotation_error: str = ""
 
 
-class Progress:
-    """Says every ten seconds how far a long save has come."""
+@dataclass(frozen=True)
+class Patience:
+    """How long rank 0 waits for the parts of the others: ``seconds``, or little once ``hurry`` is set."""
 
-    def __init__(self, step: int) -> None:
-        self._step, self._bytes, self._said = step, 0, time.monotonic()
-
-    def __call__(self, more: int) -> None:
-        self._bytes += more
-        now = time.monotonic()
-        if now - self._said >= PROGRESS_SECONDS:
-            self._said = now
-            log.info("checkpoint of step %d: %.1f GiB written", self._step, self._bytes / 2**30)
+    seconds: float = PART_SECONDS
+    hurry: threading.Event = field(default_factory=threading.Event)
 
 
 def write_and_publish(
@@ -79,17 +73,39 @@ def write_and_publish(
     part: Contents,
     status: StatusAtSave,
     rotation: Rotation,
-    revision: Mapping[str, Any],
+    revision: Callable[[], Mapping[str, Any]],
+    patience: Patience,
 ) -> Done:
-    """The whole save of a single rank; nothing is left behind if it fails."""
+    """All that rank 0 has to do; nothing is left behind if it, or another rank, fails."""
     begun = time.monotonic()
     try:
-        status = status.or_nonfinite(part.nonfinite(), part.step)
+        nonfinite = part.nonfinite()
         part.write(pending)
-        return publish(store, pending, part, status, rotation, revision, begun=begun)
+        others = collect_parts(store, pending, part, patience)
+        for rank, told in others.items():
+            nonfinite = nonfinite or (told.nonfinite and f"rank {rank}: {told.nonfinite}")
+        entries = {name: entry for told in others.values() for name, entry in told.entries.items()}
+        status = status.or_nonfinite(nonfinite, part.step)
+        return publish(store, pending, part, status, rotation, revision(), entries=entries, begun=begun)
     except BaseException:
         store.drop(pending)
         raise
+
+
+def write_part(store: CheckpointStore, pending: PendingCheckpoint, part: Contents) -> None:
+    """All that another rank has to do. What goes wrong is told to rank 0, too."""
+    try:
+        nonfinite = part.nonfinite()
+        part.write(pending)
+        told = Part(pending.entries, nonfinite)
+    except Exception as error:
+        for path in pending.directory.glob(f"{rank_file(part.rank)}*"):
+            with contextlib.suppress(OSError):
+                store.disk.remove(path)  # on a full disk this makes room for what is to be told
+        with contextlib.suppress(OSError):
+            leave_part(store, pending, part.rank, Part(problem=words(error)))
+        raise
+    leave_part(store, pending, part.rank, told)
 
 
 def publish(
@@ -147,36 +163,23 @@ def publish_dump(store: CheckpointStore, part: Contents, exception: BaseExceptio
         raise
 
 
-def write_lightning_checkpoint(trainer: Trainer, pending: PendingCheckpoint) -> str | None:
-    """``trainer.save_checkpoint`` into the pending directory, on every rank alike; a problem in words, or None.
+def lightning_checkpoint(trainer: Trainer, old: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Lightning's own checkpoint in host memory, for rank 0 to write; None on the other ranks. Call it on every rank.
 
-    The file goes through the same hashing writer as all others. An error of the disk is kept until all ranks are through:
-    raised inside, it would leave the others waiting for rank 0.
+    Raises:
+        CheckpointError: The strategy's checkpoint is not one file.
     """
-    io = _HashingIO(pending)
-    own = trainer.strategy.checkpoint_io
-    trainer.strategy.checkpoint_io = io
-    try:
-        trainer.save_checkpoint(pending.directory / LIGHTNING)
-    finally:
-        trainer.strategy.checkpoint_io = own
-    if io.problem is None and trainer.is_global_zero and LIGHTNING not in pending.entries:
-        return (
+    if not private.saves_one_file(trainer):
+        raise CheckpointError(
             f"{type(trainer.strategy).__name__} does not write {LIGHTNING} as one file; set write_lightning_ckpt=False"
         )
-    return io.problem
-
-
-class _HashingIO(TorchCheckpointIO):
-    def __init__(self, pending: PendingCheckpoint) -> None:
-        self.problem: str | None = None
-        self._pending = pending
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        try:
-            self._pending.write_torch(Path(path).name, checkpoint)
-        except Exception as error:
-            self.problem = words(error)
+    live = private.dump_checkpoint(trainer)
+    if not trainer.is_global_zero:
+        return None
+    copies = HostCopies()
+    copied: dict[str, Any] = copies.tree(live, old)
+    copies.run()
+    return copied
 
 
 # ------------------------------------------------------------------------------- several ranks without a collective
@@ -195,29 +198,69 @@ def meet(store: CheckpointStore, part: Contents, seconds: float) -> PendingCheck
     raise CheckpointError(f"rank 0 has not begun a checkpoint of step {part.step} within {seconds:g} s")
 
 
-def exchange(
-    store: CheckpointStore, pending: PendingCheckpoint, part: Contents, seconds: float
-) -> dict[str, FileEntry] | None:
-    """Hashes of all ranks through small files: rank 0 gets them, the others have done their part and get None."""
-    if part.rank != 0:
-        mine = {n: [e.sha256, e.bytes] for n, e in pending.entries.items()}
-        replace_file(store.disk, pending.directory / _part_name(part.rank), json.dumps(mine).encode())
-        return None
-    deadline = time.monotonic() + seconds
-    entries: dict[str, FileEntry] = {}
-    for rank in range(1, part.world_size):
-        path = pending.directory / _part_name(rank)
-        while not path.exists():
-            if time.monotonic() > deadline:
-                raise CheckpointError(f"rank {rank} has not written its part of step {part.step} within {seconds:g} s")
+@dataclass(frozen=True)
+class Part:
+    """What a rank tells rank 0 about its files, through a small file beside them."""
+
+    entries: Mapping[str, FileEntry] = field(default_factory=dict)
+    nonfinite: str | None = None
+    problem: str = ""
+
+    def to_bytes(self) -> bytes:
+        files = {name: [entry.sha256, entry.bytes] for name, entry in self.entries.items()}
+        return json.dumps({"files": files, "nonfinite": self.nonfinite, "problem": self.problem}).encode()
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> Part:
+        told = json.loads(raw)
+        entries = {name: FileEntry(name, sha256, size) for name, (sha256, size) in told["files"].items()}
+        return cls(entries, told["nonfinite"], told["problem"])
+
+
+def leave_part(store: CheckpointStore, pending: PendingCheckpoint, rank: int, told: Part) -> None:
+    """Tell rank 0 that this rank is through."""
+    replace_file(store.disk, pending.directory / _part_name(rank), told.to_bytes())
+
+
+def collect_parts(
+    store: CheckpointStore, pending: PendingCheckpoint, part: Contents, patience: Patience
+) -> dict[int, Part]:
+    """What the other ranks tell, when all of them have written their files; empty for a single rank.
+
+    Raises:
+        CheckpointError: A rank has failed, or has told nothing in time.
+    """
+    found: dict[int, Part] = {}
+    begun, hurried = time.monotonic(), None
+    while len(found) < part.world_size - 1:
+        for rank in set(range(1, part.world_size)) - set(found):
+            path = pending.directory / _part_name(rank)
+            if path.exists():
+                found[rank] = Part.from_bytes(path.read_bytes())
+                store.disk.remove(path)
+        now = time.monotonic()
+        if patience.hurry.is_set() and hurried is None:
+            hurried = now
+        late = now - begun > patience.seconds or (hurried is not None and now - hurried > HURRY_SECONDS)
+        missing = sorted(set(range(1, part.world_size)) - set(found))
+        if missing and late:
+            raise CheckpointError(
+                f"{_ranks(missing)} not told within {now - begun:.0f} s that the files of step {part.step} are written"
+            )
+        if missing:
             time.sleep(_POLL_SECONDS)
-        entries |= {n: FileEntry(n, sha256, size) for n, (sha256, size) in json.loads(path.read_bytes()).items()}
-        store.disk.remove(path)
-    return entries
+    if problems := [f"rank {rank}: {told.problem}" for rank, told in sorted(found.items()) if told.problem]:
+        raise CheckpointError("; ".join(problems))
+    return found
 
 
 def _part_name(rank: int) -> str:
     return f"part-{rank:05d}.json"
+
+
+def _ranks(missing: list[int]) -> str:
+    shown = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+    return f"rank {shown} has" if len(missing) == 1 else f"ranks {shown} have"
 
 
 def words(error: BaseException) -> str:

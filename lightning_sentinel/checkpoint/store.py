@@ -69,12 +69,19 @@ class Checkpoint:
 
 
 class PendingCheckpoint:
-    """A checkpoint being written: every rank writes its own files, the rank that began it publishes or drops it."""
+    """A checkpoint being written: every rank writes its own files, the rank that began it publishes or drops it.
 
-    def __init__(self, disk: Disk, directory: Path, progress: Callable[[int], None] | None = None) -> None:
+    Attributes:
+        directory: Where the files go until they are published.
+        entries: What this rank has written.
+        progress: Called with every number of bytes that has been written.
+    """
+
+    def __init__(self, disk: Disk, directory: Path) -> None:
         self.directory = directory
         self.entries: dict[str, FileEntry] = {}
-        self._disk, self._progress = disk, progress
+        self.progress: Callable[[int], None] | None = None
+        self._disk = disk
 
     def write_torch(self, name: str, content: Any, *, mode: int = 0o666) -> FileEntry:
         return self._write(name, partial(_save_torch, content), mode)
@@ -93,7 +100,7 @@ class PendingCheckpoint:
         return entry
 
     def _write(self, name: str, fill: Callable[[HashingWriter], None], mode: int) -> FileEntry:
-        entry = write_file(self._disk, self.directory / name, fill, mode=mode, progress=self._progress)
+        entry = write_file(self._disk, self.directory / name, fill, mode=mode, progress=self.progress)
         self.entries[name] = entry
         return entry
 
@@ -145,9 +152,7 @@ class CheckpointStore:
                 removed.append(f"{entry.name}/{HIDDEN}{STATUS}.tmp")
         return removed
 
-    def begin(
-        self, step: int, attempt: int = 0, *, name: str | None = None, progress: Callable[[int], None] | None = None
-    ) -> PendingCheckpoint:
+    def begin(self, step: int, attempt: int = 0, *, name: str | None = None) -> PendingCheckpoint:
         """A new temporary directory. ``name`` overrides ``step-...`` (such a checkpoint is never resumed by itself)."""
         final = self._free_name(name or checkpoint_name(step, attempt))
         temporary = self.root / f"{_TEMPORARY}{final}"
@@ -155,7 +160,7 @@ class CheckpointStore:
         if temporary.exists():
             remove_tree(self.disk, temporary)
         self.disk.make_dir(temporary)
-        return PendingCheckpoint(self.disk, temporary, progress)
+        return PendingCheckpoint(self.disk, temporary)
 
     def join(self, directory: str | Path) -> PendingCheckpoint:
         """The view of another rank on what rank 0 has begun."""

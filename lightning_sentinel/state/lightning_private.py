@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveragi
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from torch.optim import Optimizer
 
@@ -57,6 +57,7 @@ NAMES: tuple[tuple[str, str, str], ...] = (
     ("lightning.pytorch.utilities.combined_loader", "CombinedLoader._load_state_dicts", "2.6.6"),
     ("lightning.pytorch.utilities.combined_loader", "_ModeIterator", "2.6.6"),
     ("lightning.pytorch.utilities.combined_loader", "_shutdown_workers_and_reset_iterator", "2.6.6"),
+    ("lightning.pytorch.trainer.connectors.checkpoint_connector", "_CheckpointConnector.dump_checkpoint", "2.6.6"),
     ("lightning.fabric.utilities.seed", "_collect_rng_states", "2.6.6"),
     ("lightning.fabric.utilities.seed", "_set_rng_states", "2.6.6"),
     ("lightning.pytorch.loops.training_epoch_loop", "_TrainingEpochLoop._build_kwargs", "2.6.6"),
@@ -79,6 +80,7 @@ INSTANCE_NAMES: tuple[tuple[str, str], ...] = (
     ("fit_loop.epoch_loop._results", "2.6.6"),
     ("fit_loop.epoch_loop._batches_that_stepped", "2.6.6"),
     ("fit_loop.epoch_loop._skip_next_val", "2.6.6"),
+    ("_checkpoint_connector", "2.6.6"),
     ("_logger_connector._first_loop_iter", "2.6.6"),
     ("_logger_connector._current_fx", "2.6.6"),
     ("_logger_connector._callback_metrics", "2.6.6"),
@@ -242,6 +244,22 @@ def load_loop_state(trainer: Trainer, state: dict[str, Any]) -> None:
 
     clear(trainer.fit_loop)
     trainer.fit_loop.epoch_loop._skip_next_val = False
+
+
+# --- Lightning's own checkpoint ---
+
+
+def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
+    """What ``trainer.save_checkpoint`` writes, with the live tensors in it. Every rank calls it; no rank waits after it."""
+    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+
+
+def saves_one_file(trainer: Trainer) -> bool:
+    """True where the strategy's checkpoint is one file that rank 0 writes."""
+    strategy = trainer.strategy
+    if type(strategy).save_checkpoint is Strategy.save_checkpoint:
+        return True
+    return isinstance(strategy, ModelParallelStrategy) and not strategy._save_distributed_checkpoint
 
 
 # --- Loaders and fetcher ------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +77,10 @@ class HostCopies:
         if kind is dict:
             by_key = old if isinstance(old, dict) else {}
             return {k: self.tree(v, by_key.get(k)) for k, v in value.items()}
+        if kind is OrderedDict:  # a module's state_dict carries its versions as an attribute
+            copied, by_key = copy.copy(value), old if isinstance(old, dict) else {}
+            copied.update((k, self.tree(v, by_key.get(k))) for k, v in value.items())
+            return copied
         if kind in (list, tuple):
             before = old if isinstance(old, (list, tuple)) and len(old) == len(value) else [None] * len(value)
             return kind(self.tree(v, o) for v, o in zip(value, before, strict=True))
