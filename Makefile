@@ -6,14 +6,18 @@ PY := $(VENV)/bin/python
 #   TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu" make demo
 TORCH_ARGS ?=
 DEMO_ARGS ?=
+# The oldest supported lightning, beside the newest that the constraints name.
+OLDEST_LIGHTNING := 2.6.4
+OLDEST := $(VENV)/oldest
 # Two processes; each file stays in one of them.
 PYTEST_ARGS ?= -n 2 --dist loadfile
 
-.PHONY: demo test lint types pytest wheel clean help
+.PHONY: demo test test-oldest lint types pytest wheel clean help
 
 help:
 	@echo "make demo   train the example through the fault parade; DEMO_ARGS=\"key=value ...\" are Hydra overrides"
 	@echo "make test   lint, types and every test; PYTEST_ARGS=\"-k name\" narrows the tests"
+	@echo "make test-oldest   rollback, resume and the private names on lightning $(OLDEST_LIGHTNING)"
 
 # torch comes first, so that nothing else pulls another build of it in.
 $(VENV)/.installed: constraints.txt pyproject.toml
@@ -37,6 +41,20 @@ types: $(VENV)/.installed
 
 pytest: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
+
+# Only lightning is installed there; everything else, torch above all, is borrowed from the first environment.
+$(OLDEST)/.installed: $(VENV)/.installed
+	$(PY) -m venv --clear --without-pip $(OLDEST)
+	$(PY) -m pip --disable-pip-version-check --python $(OLDEST)/bin/python install --quiet --no-deps \
+		lightning==$(OLDEST_LIGHTNING)
+	$(PY) -c "import sysconfig; print('$(CURDIR)', sysconfig.get_paths()['purelib'], sep='\n')" > \
+		"$$($(OLDEST)/bin/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])")/borrowed.pth"
+	$(OLDEST)/bin/python -c "import lightning as L; assert L.__version__ == '$(OLDEST_LIGHTNING)', L.__version__"
+	@touch $@
+
+# The tests that depend on what Lightning keeps to itself: the matrix of rollback and resume, and every private name.
+test-oldest: $(OLDEST)/.installed
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest $(PYTEST_ARGS) tests/state
 
 wheel: $(VENV)/.installed
 	$(PY) -m build --no-isolation --outdir dist .

@@ -16,7 +16,7 @@ from ..checkpoint import contents
 from ..checkpoint.choosing import choose, next_attempt
 from ..checkpoint.keeper import Keeper, Plan, open_incidents
 from ..checkpoint.manifest import Status
-from ..checkpoint.restart import empty_epoch_finding
+from ..checkpoint.restart import dropped_cursor_finding, empty_epoch_finding
 from ..checkpoint.resumed import ResumedRun
 from ..checkpoint.store import CheckpointStore
 from ..incidents import Finding
@@ -139,6 +139,8 @@ class ForensicCheckpoint(SentinelCallback):
             self._resume(trainer, self.resume)
         elif trainer.global_step > 0 and fit.ckpt_path is not None:
             fit.resumed = ResumedRun.from_lightning(trainer, keeper.store, self.compare_steps)
+            if private.cursor_was_dropped(trainer):
+                self._report_at_once(trainer, dropped_cursor_finding(trainer.global_step))
         loaded = None if fit.resumed is None else fit.resumed.loaded
         step = trainer.global_step if loaded is None else loaded.snapshot.step
         fit.bucket = self._bucket(step)
@@ -198,6 +200,11 @@ class ForensicCheckpoint(SentinelCallback):
     def save(self, trainer: Trainer) -> None:
         """Save now. Call it between two batches or in ``on_train_batch_end``, on every rank alike."""
         self._keeper.save(trainer)
+
+    @property
+    def writing(self) -> bool:
+        """True while a checkpoint is being written beside the training."""
+        return self._fit.keeper is not None and self._fit.keeper.writing
 
     # ---------------------------------------------------------------------------------------------------- probation
 
@@ -278,6 +285,12 @@ class ForensicCheckpoint(SentinelCallback):
             for finding in findings:
                 log.warning("%s", finding.message)
 
+    def _report_at_once(self, trainer: Trainer, finding: Finding) -> None:
+        """Journal a finding that the next gate, which opens an incident for it, may never see or see too late."""
+        self.context(trainer).scratch.setdefault("restart_findings", []).append(finding)
+        self.context(trainer).write(trainer, "finding", finding=finding.to_dict())
+        log.error("%s", finding.message)
+
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._fit.batches_in_epoch = 0
 
@@ -286,10 +299,7 @@ class ForensicCheckpoint(SentinelCallback):
         if fit.keeper is None or fit.ckpt_path is None or fit.batches_in_epoch or fit.told_empty:
             return
         fit.told_empty = True
-        finding = empty_epoch_finding(trainer.global_step, trainer.current_epoch)
-        self.context(trainer).scratch.setdefault("restart_findings", []).append(finding)
-        self.context(trainer).write(trainer, "finding", finding=finding.to_dict())
-        log.warning("%s", finding.message)
+        self._report_at_once(trainer, empty_epoch_finding(trainer.global_step, trainer.current_epoch))
 
     # ----------------------------------------------------------------------------- resuming by Lightning's own means
 
@@ -324,7 +334,7 @@ class ForensicCheckpoint(SentinelCallback):
         keeper = self._fit.keeper
         if keeper is None or self._fit.before is None:
             return
-        keeper.hurry()
+        keeper.hurry(trainer)
         if self._fit.saved_on_signal:
             return
         try:

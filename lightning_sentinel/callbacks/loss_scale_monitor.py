@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +16,11 @@ from torch.optim import Optimizer
 from ..detectors.loss_scale import LossScale
 from ..incidents import Finding
 from ..record import StepRecord
-from ..state.lightning_private import scaler_of
+from ..state.lightning_private import scaler_of, was_unscaled
 from ..state.tree import local
 from .base import DetectorCallback
+
+log = logging.getLogger("lightning_sentinel")
 
 # Names written for one overflow; a large model that overflows everywhere would fill the journal otherwise.
 MAX_NAMES = 32
@@ -91,6 +94,10 @@ class LossScaleMonitor(DetectorCallback):
     ranks the gradients have been reduced by then and are not finite on any of them, so the field is None: not known. It is
     empty for events other than an overflow.
 
+    In manual optimization ``self.clip_gradients`` acts on gradients as they are: called before they are unscaled it clips far
+    harder than its number says. The first such call is warned of by name and journalled as ``scaler.clipped_scaled``, with
+    ``optimizer``, ``scale``, ``gradient_clip_val`` and ``effective_clip_val``.
+
     Findings: ``scaler_overflow`` (event) for each overflow, ``scale_collapse`` (incident).
 
     Args:
@@ -109,6 +116,7 @@ class LossScaleMonitor(DetectorCallback):
         self._known_scale: float | None = None
         self._in_step: dict[str, Any] | None = None
         self._record: StepRecord | None = None
+        self._watching = False
 
     def observe(self, record: StepRecord) -> list[Finding]:
         """Findings on one record, the same on every rank."""
@@ -118,10 +126,60 @@ class LossScaleMonitor(DetectorCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._in_step = None
         scaler = live_scaler(trainer)
+        if scaler is not None and not pl_module.automatic_optimization:
+            self._watch_clipping(trainer, pl_module, scaler)
         if scaler is None:
             self._known_scale = None
         elif self._known_scale is None:
             self._known_scale = float(scaler.get_scale())
+
+    def _watch_clipping(self, trainer: Trainer, pl_module: LightningModule, scaler: torch.amp.GradScaler) -> None:
+        """Look at the module's own calls of ``clip_gradients`` until one comes before the gradients are unscaled."""
+        inner = pl_module.clip_gradients
+
+        def clip_gradients(optimizer: Optimizer, gradient_clip_val: Any = None, *args: Any, **options: Any) -> None:
+            raw = getattr(optimizer, "optimizer", optimizer)
+            value = trainer.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
+            if value and not was_unscaled(scaler, raw):
+                self._stop_watching(pl_module)
+                self._tell_of_clipping(trainer, pl_module, type(raw).__name__, float(scaler.get_scale()), float(value))
+            inner(optimizer, gradient_clip_val, *args, **options)
+
+        pl_module.clip_gradients = clip_gradients  # type: ignore[method-assign]
+        self._watching = True
+
+    def _stop_watching(self, pl_module: LightningModule) -> None:
+        if self._watching:
+            self._watching = False
+            vars(pl_module).pop("clip_gradients", None)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._stop_watching(pl_module)
+
+    def _tell_of_clipping(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: str, scale: float, value: float
+    ) -> None:
+        if scale == 1.0:
+            return
+        log.warning(
+            "%s.clip_gradients at step %d acts on gradients of %s that are still multiplied by the loss scale %g: a"
+            " gradient_clip_val of %g clips at %g. Call it in `on_before_optimizer_step(self, optimizer)` of the module,"
+            " where they are unscaled.",
+            type(pl_module).__name__,
+            trainer.global_step,
+            optimizer,
+            scale,
+            value,
+            value / scale,
+        )
+        self.context(trainer).write(
+            trainer,
+            "scaler.clipped_scaled",
+            optimizer=optimizer,
+            scale=scale,
+            gradient_clip_val=value,
+            effective_clip_val=value / scale,
+        )
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         scaler = live_scaler(trainer)

@@ -254,6 +254,10 @@ class Keeper:
             since, self._poison_again = self._poison_again, None
             self.settle(wait=True)
             self._mark_poisoned(trainer, since)
+        self._promote_good(trainer)
+
+    def _promote_good(self, trainer: Trainer) -> None:
+        """Promote what has passed and is on the disk. Any rank alone; rank 0 has something to do."""
         good = [c for c in self.candidates if (c.step, c.manifest.attempt) in self.probation.good]
         self.candidates = [c for c in self.candidates if c not in good]
         moment = _now(trainer)
@@ -297,9 +301,11 @@ class Keeper:
         if trainer.world_size == 1 and full and full[-1].step > self.last_saved and not open_incidents(trainer):
             self._save_without_collectives(trainer, full[-1])
 
-    def hurry(self) -> None:
-        """The process is about to end: write what is in hand, but wait no longer than needed for other ranks."""
+    def hurry(self, trainer: Trainer) -> None:
+        """The process is about to end: finish what is in hand, but wait no longer than needed for other ranks."""
         self._writer.hurry.set()
+        self.settle(wait=True)
+        self._promote_good(trainer)
         self.settle(wait=True)
 
     def _save_without_collectives(self, trainer: Trainer, snapshot: Snapshot) -> None:

@@ -117,19 +117,32 @@ def rates_finding(step: int, recorded: Sequence[float], live: Sequence[float]) -
 
 
 def cursor_finding(
-    step: int, expected: Sequence[str], live: Sequence[str], ranks: Sequence[int], source: str
+    step: int, expected: Sequence[str], live: Sequence[str], ranks: Sequence[int], source: str, note: str = ""
 ) -> Finding:
-    """The data is not where it was: ``expected`` and ``live`` are sample ids of the first batch."""
+    """The data is not where it was: ``expected`` and ``live`` are sample ids of the first batch; ``note`` says more."""
     lost = [i for i in expected if i not in set(live)]
     return _finding(
         "cursor",
         step,
-        f"the first batch after the restart is not the one that {source}: expected {list(expected[:4])}, got"
+        f"{note}the first batch after the restart is not the one that {source}: expected {list(expected[:4])}, got"
         f" {list(live[:4])}; {len(lost)} samples would be lost: {lost[:16]}",
         {"expected": list(expected[:64]), "live": list(live[:64]), "lost": lost[:64]},
         float(len(lost)),
         tuple(ranks),
         unit="samples",
+    )
+
+
+def dropped_cursor_finding(step: int) -> Finding:
+    return _finding(
+        "cursor",
+        step,
+        "the checkpoint carries a data cursor that was never applied: the training loader was set up before Lightning"
+        " read the checkpoint (as `estimated_stepping_batches` in `configure_optimizers` does), and starts over. Resume from"
+        " a suite checkpoint (resume='auto'), or compute the number of steps without it",
+        {},
+        1.0,
+        unit="loaders",
     )
 
 

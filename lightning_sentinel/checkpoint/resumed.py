@@ -62,7 +62,16 @@ class ResumedRun:
     def from_lightning(cls, trainer: Trainer, store: CheckpointStore, steps: int) -> ResumedRun:
         """After ``fit(ckpt_path=...)``: what the suite's own records of this run folder say comes next."""
         step, rank = trainer.global_step, trainer.global_rank
-        found = cls(read_recorded(context_of(trainer).run_dir, rank, step=step, attempt=None, steps=steps))
+        first = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        recorded = read_recorded(
+            context_of(trainer).run_dir,
+            rank,
+            step=step,
+            attempt=None,
+            steps=steps,
+            at_batch=first + trainer.accumulate_grad_batches - 1,
+        )
+        found = cls(recorded)
         for checkpoint in reversed(store.checkpoints()):
             if checkpoint.step != step or checkpoint.manifest.world_size != trainer.world_size:
                 continue
@@ -155,7 +164,8 @@ class ResumedRun:
         expected, source = self._expected_ids(trainer)
         live = batch_ids(trainer, batch) if expected else []
         mid = self.loaded is not None and self.loaded.snapshot.mid_accumulation
-        mine = (bool(expected) and not ids_agree(expected, live, mid_accumulation=mid), expected, live, source)
+        wrong = bool(expected) and not ids_agree(expected, live, mid_accumulation=mid)
+        mine = (wrong, expected, live, source, self._epoch_of(trainer, live) if wrong else "")
         verdicts: list[Any] = [mine]
         if trainer.world_size > 1:
             verdicts = [None] * trainer.world_size
@@ -163,8 +173,15 @@ class ResumedRun:
         ranks = [rank for rank, verdict in enumerate(verdicts) if verdict[0]]
         if not ranks:
             return []
-        _, expected, live, source = verdicts[ranks[0]]
-        return [cursor_finding(trainer.global_step, expected, live, ranks, source)]
+        _, expected, live, source, note = verdicts[ranks[0]]
+        return [cursor_finding(trainer.global_step, expected, live, ranks, source, note)]
+
+    def _epoch_of(self, trainer: Trainer, live: list[str]) -> str:
+        """Whose order it is, where the journal has just these samples at the same place of an earlier epoch."""
+        for epoch, ids in self.recorded.earlier_epochs.items():
+            if epoch != trainer.current_epoch and live and ids[: len(live)] == live:
+                return f"resumed at epoch {trainer.current_epoch}, data is epoch {epoch}'s order; "
+        return ""
 
     def _expected_ids(self, trainer: Trainer) -> tuple[list[str], str]:
         ledger = context_of(trainer).ledger

@@ -23,6 +23,7 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 # (module, attribute path, the version that it was checked on). Attributes that only exist on instances are listed in
@@ -65,6 +66,7 @@ NAMES: tuple[tuple[str, str, str], ...] = (
     ("torch._C", "_current_autograd_node", "torch 2.13"),
     ("torch.autograd", "_get_sequence_nr", "torch 2.13"),
     ("torch.amp.grad_scaler", "GradScaler._get_scale_async", "torch 2.13"),
+    ("torch.amp.grad_scaler", "OptState.READY", "torch 2.13"),
 )
 
 INSTANCE_NAMES: tuple[tuple[str, str], ...] = (
@@ -260,6 +262,11 @@ def saves_one_file(trainer: Trainer) -> bool:
     if type(strategy).save_checkpoint is Strategy.save_checkpoint:
         return True
     return isinstance(strategy, ModelParallelStrategy) and not strategy._save_distributed_checkpoint
+
+
+def cursor_was_dropped(trainer: Trainer) -> bool:
+    """True where a plain resume has a data position that it did not give to the loaders: they were set up too early."""
+    return bool(trainer.fit_loop._combined_loader_states_to_load)
 
 
 # --- Loaders and fetcher ------------------------------------------------------------------------------------------
@@ -518,6 +525,11 @@ def found_inf(trainer: Trainer, optimizer: Optimizer) -> bool | None:
         return None
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     return any(bool(flag.item()) for flag in found.values()) if found else None
+
+
+def was_unscaled(scaler: Any, optimizer: Optimizer) -> bool:
+    """True if this optimizer's gradients have been divided by the loss scale in this step (``OptState``)."""
+    return bool(scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY)
 
 
 def intercept_batch_start(trainer: Trainer, hook: Callable[[Any, int], None]) -> Callable[[], None]:
