@@ -59,6 +59,8 @@ _SECRET_KEY = re.compile(
     re.IGNORECASE,
 )
 _TOKEN_KEY = re.compile(r"(?:^|[_\-.])(?:access|auth)?token$", re.IGNORECASE)
+# The address of a webhook is all that is needed to write to it.
+_WEBHOOK_KEY = re.compile(r"(?:^|[_\-.])webhook(?:[_\-.]?url)?$", re.IGNORECASE)
 # Words of a tokenizer, not secrets: `pad_token: "<pad>"`.
 _TOKENIZER_KEY = re.compile(
     r"(?:^|[_\-.])(?:pad|eos|bos|unk|mask|sep|cls|start|end|special|image|audio|video|decoder_start)[_\-.]token$",
@@ -67,6 +69,16 @@ _TOKENIZER_KEY = re.compile(
 _SECRET_TEXTS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL), REDACTED),
     (re.compile(r"(\b[a-z][a-z0-9+.\-]*://)[^\s/@:'\"]*:[^\s/@'\"]+@", re.IGNORECASE), rf"\1{REDACTED}@"),
+    (
+        re.compile(
+            r"(\bwebhook(?:[_\-.]?url)?[\"']?\s*(?:=|:\s?)\s*[\"']?https?://[^\s/\"',;]+)[^\s\"',;]*", re.IGNORECASE
+        ),
+        rf"\1/{REDACTED}",
+    ),
+    (
+        re.compile(r"(https?://[^\s/]+/(?:services|api/webhooks)/)[^\s\"',;]+", re.IGNORECASE),
+        rf"\1{REDACTED}",
+    ),
     (re.compile(r"\b(bearer|basic)\s+[A-Za-z0-9+/._~\-]{8,}=*", re.IGNORECASE), rf"\1 {REDACTED}"),
     (re.compile(r"\beyJ[\w\-]{8,}\.[\w\-]{8,}\.[\w\-]*"), REDACTED),
     (
@@ -118,6 +130,8 @@ def _is_secret_key(key: Any, value: Any) -> bool:
     if not isinstance(key, str) or value is None or isinstance(value, bool) or value == "":
         return False
     if _SECRET_KEY.search(key):
+        return True
+    if isinstance(value, str) and _WEBHOOK_KEY.search(key):
         return True
     return isinstance(value, str) and bool(_TOKEN_KEY.search(key)) and not _TOKENIZER_KEY.search(key)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,10 @@ from ..incidents import Finding
 from ..record import StepRecord
 
 C = TypeVar("C", bound=Callback)
+
+_LOG = logging.getLogger("lightning_sentinel")
+_OTHER_RANKS = logging.getLogger("lightning_sentinel.other_ranks")
+_OTHER_RANKS.setLevel(logging.CRITICAL)
 
 
 def find_callback(trainer: Trainer, kind: type[C]) -> C | None:
@@ -28,6 +33,21 @@ def gather_objects(trainer: Trainer, mine: list[Any]) -> list[Any]:
     gathered: list[Any] = [None] * trainer.world_size
     torch.distributed.all_gather_object(gathered, mine)
     return [item for part in gathered for item in part]
+
+
+def log_of(trainer: Trainer) -> logging.Logger:
+    """Where a decision that all ranks make alike is said: rank 0 speaks, the others are silent unless asked to speak, too.
+
+    Example:
+        ``logging.getLogger("lightning_sentinel.other_ranks").setLevel("INFO")`` asks them.
+    """
+    return _LOG if trainer.is_global_zero else _OTHER_RANKS
+
+
+def look(trainer: Trainer) -> str:
+    """The end of a log message: the command that shows more; empty without a run folder."""
+    run_dir = context_of(trainer).run_dir
+    return "" if run_dir is None else f" Look: lightning-sentinel report {run_dir}"
 
 
 def ledger_of(trainer: Trainer) -> QuarantineLedger:

@@ -20,7 +20,7 @@ from ..policy import NEEDS_ROLLBACK, REPORT_ONLY, Choice, Policy, Situation, cas
 from ..record import StepRecord
 from ..recovery import IncidentWatch
 from ..state.lightning_private import scaler_of, train_loaders
-from .base import SentinelCallback, find_callback, gather_objects, ledger_of
+from .base import SentinelCallback, find_callback, gather_objects, ledger_of, log_of, look
 from .batch_validator import BatchValidator
 from .forensic_checkpoint import ForensicCheckpoint
 from .rank_telemetry import RankTelemetry
@@ -319,8 +319,8 @@ class IncidentResponse(SentinelCallback):
         checkpoint = find_callback(trainer, ForensicCheckpoint)
         if checkpoint is not None and kinds - REPORT_ONLY:
             checkpoint.on_incident(trainer, incident.since_step)
-        for finding in findings:
-            log.warning("incident %d at step %d: %s", incident.number, record.step, finding.message)
+        said = " ".join(f.message if f.message.endswith(".") else f"{f.message}." for f in findings)
+        log_of(trainer).warning("incident %d at step %d: %s%s", incident.number, record.step, said, look(trainer))
         return incident
 
     def _needs_triage(self, kinds: set[FindingKind], watch: IncidentWatch) -> bool:
@@ -363,8 +363,12 @@ class IncidentResponse(SentinelCallback):
                 verdict = Verdict(sentence=f"the examination failed: {type(error).__name__}: {error}")
         context.write(trainer, "triage.verdict", incident=incident.number, verdict=verdict.to_dict())
         if verdict.kind is not VerdictKind.UNDETERMINED or verdict.sentence:
-            log.warning(
-                "incident %d: %s %s. %s", incident.number, verdict.kind, ", ".join(verdict.culprits), verdict.sentence
+            log_of(trainer).warning(
+                "incident %d: %s, %s. %s",
+                incident.number,
+                verdict.kind,
+                ", ".join(verdict.culprits) or "nobody named",
+                verdict.sentence,
             )
         return verdict
 
@@ -441,7 +445,9 @@ class IncidentResponse(SentinelCallback):
                     exclude=names,
                 )
             except RollbackUnavailable as error:
-                log.warning("incident %d: no rollback: %s; this step is skipped instead", incident.number, error)
+                log_of(trainer).warning(
+                    "incident %d: no rollback: %s; this step is skipped instead", incident.number, error
+                )
                 incident.actions[-1] |= {"action": str(Action.SKIP_STEP), "reason": f"{choice.reason}; {error}"}
                 self._journal_action(trainer, incident, record)
                 return
@@ -470,7 +476,7 @@ class IncidentResponse(SentinelCallback):
         elif action is Action.STOP:
             self.actuator.hold(trainer, optimizer)
             self.stop_reason = self._last_words(record, incident)
-            log.error("%s", self.stop_reason)
+            log_of(trainer).error("%s%s", self.stop_reason, look(trainer))
         if names:
             self._quarantine(trainer, incident, names, choice.reason, record.step)
 
@@ -495,7 +501,9 @@ class IncidentResponse(SentinelCallback):
         """Another optimizer has already stepped in this batch: the half-made step goes back as a whole."""
         rollback = find_callback(trainer, Rollback)
         if rollback is None:
-            log.warning("an earlier optimizer has already stepped in this batch and there is no Rollback to undo it")
+            log_of(trainer).warning(
+                "an earlier optimizer has already stepped in this batch and there is no Rollback to undo it"
+            )
             return
         names = tuple(f"sample:{s}" for s in gather_objects(trainer, list(record.sample_ids)))
         before = record.step - self._passed_in_batch
@@ -509,7 +517,9 @@ class IncidentResponse(SentinelCallback):
                 exclude=names,
             )
         except RollbackUnavailable as error:
-            log.warning("an earlier optimizer has already stepped in this batch; it can't be undone: %s", error)
+            log_of(trainer).warning(
+                "an earlier optimizer has already stepped in this batch; it can't be undone: %s", error
+            )
 
     def _restore_optimizer(self, trainer: Trainer, optimizer: Optimizer, since: int, case: str) -> None:
         """State of optimizer and schedule from before: the checkpoint's after a restart, else the newest clean snapshot's."""
@@ -567,7 +577,8 @@ class IncidentResponse(SentinelCallback):
             del self._watched[incident.number]
             self._journal_incident(trainer, incident, "closed")
             level = logging.INFO if incident.status is IncidentStatus.RECOVERED else logging.ERROR
-            log.log(level, "incident %d closed: %s", incident.number, incident.closing)
+            hint = look(trainer) if level == logging.ERROR else ""
+            log_of(trainer).log(level, "incident %d %s: %s%s", incident.number, incident.status, incident.closing, hint)
             checkpoint = find_callback(trainer, ForensicCheckpoint)
             if checkpoint is not None:
                 checkpoint.on_recovered(trainer, incident.number)
@@ -594,7 +605,7 @@ class IncidentResponse(SentinelCallback):
     def _journal_minor(self, trainer: Trainer, finding: Finding) -> None:
         self.context(trainer).write(trainer, "finding", finding=finding.to_dict())
         if finding.severity is Severity.ALARM:
-            log.info("%s", finding.message)
+            log_of(trainer).info("%s", finding.message)
 
     def _journal_incident(self, trainer: Trainer, incident: Incident, what: str) -> None:
         context = self.context(trainer)

@@ -22,8 +22,10 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from .._version import __version__
+from ..alerts import Webhook, alert_of
 from ..context import LogSink
 from ..distributed.earlier import Earlier, changes, read_earlier
+from ..images import log_curve
 from ..infra import infra_event
 from ..journal import Journal, redact, to_json
 from .base import SentinelCallback, gather_objects, note_restart
@@ -52,7 +54,8 @@ class RunJournal(SentinelCallback):
     ``mixture.changed`` (a loader that offers ``mixture_weights()``).
 
     Progress bars that have ``get_metrics`` (Lightning's own do) show one more entry, ``sentinel``: ``ok``, or the number of
-    open incidents and the newest action. The first incident brings one log message with the command that shows more.
+    open incidents, then the newest action and the step of the newest known-good checkpoint. Loggers that take pictures
+    (TensorBoard, W&B, MLflow) are given the curve as ``sentinel/curve`` whenever it has been made.
 
     Args:
         run_dir: The run folder; None: ``<trainer.default_root_dir>/sentinel/<time stamp>``. Rank 0 decides for all.
@@ -62,6 +65,11 @@ class RunJournal(SentinelCallback):
         config: The run's configuration, any mapping; journalled with secrets redacted.
         max_bytes: Size at which the next journal file begins.
         progress_bar: Show the status in the progress bar.
+        log_image: Give the curve to the Trainer's loggers.
+        webhook: Address to which rank 0 posts a short JSON message when an incident opens or closes and when the run ends
+            badly; None: nobody is told. A secret: the journal does not repeat it.
+        webhook_timeout_seconds: How long one try may take, in a thread of its own.
+        webhook_retries: Further tries of a message, after pauses of 1, 2, 4, ... seconds.
     """
 
     rewinds = False
@@ -75,6 +83,10 @@ class RunJournal(SentinelCallback):
         config: Mapping[str, Any] | None = None,
         max_bytes: int = 256 * 2**20,
         progress_bar: bool = True,
+        log_image: bool = True,
+        webhook: str | None = None,
+        webhook_timeout_seconds: float = 5.0,
+        webhook_retries: int = 3,
     ) -> None:
         if step_interval < 0:
             raise ValueError(f"step_interval must be at least 0 (0: no step lines), got {step_interval}.")
@@ -82,6 +94,12 @@ class RunJournal(SentinelCallback):
             raise ValueError(f"report_every_seconds must be at least 0, got {report_every_seconds}.")
         if max_bytes < 1:
             raise ValueError(f"max_bytes must be at least 1, got {max_bytes}.")
+        if webhook_timeout_seconds <= 0:
+            raise ValueError(f"webhook_timeout_seconds must be greater than 0, got {webhook_timeout_seconds}.")
+        if webhook_retries < 0:
+            raise ValueError(f"webhook_retries must be at least 0, got {webhook_retries}.")
+        if webhook is not None:
+            Webhook(webhook)  # an address that is none is an error now, not at the first incident
         self.requested_run_dir = None if run_dir is None else Path(run_dir)
         self.step_interval = step_interval
         self.report = report
@@ -89,6 +107,10 @@ class RunJournal(SentinelCallback):
         self.config = config
         self.max_bytes = max_bytes
         self.progress_bar = progress_bar
+        self.log_image = log_image
+        self.webhook = webhook
+        self.webhook_timeout_seconds = webhook_timeout_seconds
+        self.webhook_retries = webhook_retries
         self.run_dir: Path | None = None
         self.summary: dict[str, Any] | None = None
         self.status = Status()
@@ -103,6 +125,7 @@ class RunJournal(SentinelCallback):
         self._reported_closed = 0
         self._reported_at = 0.0
         self._unwrap_bar: Callable[[], None] | None = None
+        self._alerts: Webhook | None = None
 
     # ------------------------------------------------------------------------------------------------- beginning
 
@@ -122,8 +145,11 @@ class RunJournal(SentinelCallback):
         self._before = Earlier.merged(part for part, _ in told)
         self._hosts = [host for _, host in told]
         self._earlier = self._before.world_sizes
-        self.status.log_for = self.run_dir if trainer.is_global_zero else None
-        self._journal = Journal(self.run_dir, trainer.global_rank, max_bytes=self.max_bytes, listener=self.status.see)
+        self._journal = Journal(self.run_dir, trainer.global_rank, max_bytes=self.max_bytes, listener=self._see)
+        if self.webhook is not None and trainer.is_global_zero:
+            self._alerts = Webhook(
+                self.webhook, timeout_seconds=self.webhook_timeout_seconds, retries=self.webhook_retries
+            )
         self._failures = []
         self._rates, self._mixture = [], None
         self._ended = False
@@ -232,7 +258,7 @@ class RunJournal(SentinelCallback):
     ) -> None:
         if self._journal is None or not self.report or not trainer.is_global_zero:
             return
-        self._reap_reporter()
+        self._reap_reporter(trainer)
         due = time.monotonic() - self._reported_at >= self.report_every_seconds
         if self.status.closed > self._reported_closed and due and self._reporter is None:
             self._reported_closed, self._reported_at = self.status.closed, time.monotonic()
@@ -290,8 +316,13 @@ class RunJournal(SentinelCallback):
         )
         self._journal.close()
         if trainer.is_global_zero:
-            self._stop_reporter()
+            self._stop_reporter(trainer)
             self._write_summary()
+            if self.report:
+                self._show_curve(trainer)
+        if self._alerts is not None:
+            self._alerts.close()
+            self._alerts = None
 
     def _write_summary(self) -> None:
         """Summary and reports. What fails here is said once and never hides how the training ended."""
@@ -310,7 +341,23 @@ class RunJournal(SentinelCallback):
         for failure in result.summary["failures"]:
             log.error("%s", failure)
 
-    def _reap_reporter(self) -> None:
+    def _see(self, event: str, step: int, fields: Mapping[str, Any]) -> None:
+        """Each event as it is written, on this rank."""
+        self.status.see(event, step, fields)
+        if self._alerts is not None and self.run_dir is not None:
+            message = alert_of(event, step, fields, self.run_dir)
+            if message is not None:
+                self._alerts.send(message)
+
+    def _show_curve(self, trainer: Trainer) -> None:
+        if not self.log_image or not trainer.loggers or self.run_dir is None:
+            return
+        picture = self.run_dir / "loss.png"
+        if picture.exists():
+            for problem in log_curve(trainer.loggers, picture, trainer.global_step):
+                log.warning("%s", problem)
+
+    def _reap_reporter(self, trainer: Trainer) -> None:
         if self._reporter is None or self._reporter.poll() is None:
             return
         if self._reporter.returncode:
@@ -321,9 +368,10 @@ class RunJournal(SentinelCallback):
             self._failures = [f"The report could not be made while training: {lines[-1]}"]
         elif self._reporter.stderr is not None:
             self._reporter.stderr.close()
+            self._show_curve(trainer)
         self._reporter = None
 
-    def _stop_reporter(self) -> None:
+    def _stop_reporter(self, trainer: Trainer) -> None:
         if self._reporter is None:
             return
         try:
@@ -331,7 +379,7 @@ class RunJournal(SentinelCallback):
         except subprocess.TimeoutExpired:
             self._reporter.kill()
             self._reporter.wait()
-        self._reap_reporter()
+        self._reap_reporter(trainer)
 
     # ------------------------------------------------------------------------------------------------ progress bar
 
@@ -352,11 +400,7 @@ class RunJournal(SentinelCallback):
 
 
 class Status:
-    """What one line can say about the run, kept from the events as they are written.
-
-    On the rank that has ``log_for`` it says once how to look into incidents (the detectors' own words come from
-    ``IncidentResponse``), and loudly which one escalated.
-    """
+    """What one line can say about the run, kept from the events as they are written."""
 
     def __init__(self) -> None:
         self.open: set[int] = set()
@@ -364,8 +408,6 @@ class Status:
         self.stopped = False
         self.last_action: str | None = None
         self.known_good: int | None = None
-        self.log_for: Path | None = None
-        self._told_how = False
 
     def see(self, event: str, step: int, fields: Mapping[str, Any]) -> None:
         """Take one event in."""
@@ -388,18 +430,6 @@ class Status:
             self.open.discard(number)
         elif event == "incident.opened":
             self.open.add(number)
-        if self.log_for is None:
-            return
-        if event == "incident.opened" and not self._told_how:
-            self._told_how = True
-            log.warning("To look further into incidents: lightning-sentinel report %s", self.log_for)
-        elif event == "incident.closed" and incident.get("status") == "escalated":
-            log.error(
-                "Incident %d escalated: %s Look: lightning-sentinel report %s",
-                number,
-                incident.get("closing") or "the response is spent.",
-                self.log_for,
-            )
 
     @property
     def line(self) -> str:

@@ -12,14 +12,17 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from sentinel_kit import Loader, Net
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sentinel import RankTelemetry, infra_event
+from lightning_sentinel import RankTelemetry, default_callbacks, infra_event
+from lightning_sentinel.callbacks.base import log_of
 from lightning_sentinel.callbacks.run_journal import RunJournal, Status, lr_jump, mixture_moved
 from lightning_sentinel.context import LogSink, context_of
 from lightning_sentinel.incidents import Finding, FindingKind, Incident, IncidentStatus
@@ -363,16 +366,29 @@ def test_the_progress_bar_shows_the_status(tmp_path: Path, kind: str, capsys: py
     assert "get_metrics" not in vars(bar)
 
 
-def test_incidents_bring_one_hint_and_an_escalation_is_an_error(
+def test_an_incident_is_said_once_with_the_command_to_look_further(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    callback = RunJournal(tmp_path / "run", report=False)
-    with caplog.at_level(logging.WARNING, logger="lightning_sentinel"):
-        trainer(tmp_path, callback, Incidents(2, 4, IncidentStatus.ESCALATED)).fit(Model())
-    assert [(r.levelname, r.message) for r in caplog.records] == [
-        ("WARNING", f"To look further into incidents: lightning-sentinel report {tmp_path}/run"),
-        ("ERROR", f"Incident 1 escalated: budget spent Look: lightning-sentinel report {tmp_path}/run"),
-    ]
+    class Bad(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+            if trainer.global_step == 1:
+                with torch.no_grad():
+                    next(pl_module.parameters()).fill_(float("nan"))
+
+    callbacks = default_callbacks(tmp_path / "run", policy="observe")
+    with caplog.at_level(logging.INFO, logger="lightning_sentinel"):
+        trainer(tmp_path, Bad(), *callbacks, max_steps=6).fit(Net(), Loader(64))
+    opened = [r for r in caplog.records if r.getMessage().startswith("incident 1 at step 1: ")]
+    assert [r.levelname for r in opened] == ["WARNING"]  # once, however many findings there are
+    assert opened[0].getMessage().endswith(f". Look: lightning-sentinel report {tmp_path}/run")
+    verdicts = [r for r in caplog.records if r.getMessage().startswith("incident 1: ")]
+    assert [r.levelname for r in verdicts] == ["WARNING"]
+
+
+def test_only_rank_0_says_what_all_ranks_decide() -> None:
+    first, second = (log_of(SimpleNamespace(is_global_zero=zero)) for zero in (True, False))  # type: ignore[arg-type]
+    assert (first.name, first.isEnabledFor(logging.ERROR)) == ("lightning_sentinel", True)
+    assert (second.name, second.isEnabledFor(logging.ERROR)) == ("lightning_sentinel.other_ranks", False)
 
 
 def test_a_closed_incident_brings_a_report_while_training_goes_on(tmp_path: Path) -> None:
@@ -402,7 +418,7 @@ import sys, warnings
 from pathlib import Path
 import lightning as L
 warnings.simplefilter("ignore")
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = sys.argv[2:]
 from test_run_journal import Model
 from lightning_sentinel.callbacks.run_journal import RunJournal
 from lightning.pytorch.strategies import DDPStrategy
@@ -433,7 +449,7 @@ def test_both_ranks_write_into_the_folder_of_rank_0(tmp_path: Path) -> None:
     }
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(script), str(tmp_path), str(Path(__file__).parent)],
+            [sys.executable, str(script), str(tmp_path), str(Path(__file__).parent), str(Path(__file__).parents[1])],
             env=os.environ | cluster | {"LOCAL_RANK": str(rank)},
         )
         for rank in (0, 1)
