@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .callbacks.rollback import Rollback
     from .callbacks.run_journal import RunJournal
     from .callbacks.spike_detector import SpikeDetector
+    from .canary.pilot import run_canary
     from .infra import infra_event
 
 # Where each public name lives. Loaded on first use, so that importing the package costs next to nothing.
@@ -44,6 +45,7 @@ _PUBLIC = {
     "default_callbacks": "callbacks.defaults",
     "infra_event": "infra",
     "replay_incident": "bundle.replay",
+    "run_canary": "canary.pilot",
 }
 
 __all__ = [
@@ -65,6 +67,7 @@ __all__ = [
     "default_callbacks",
     "infra_event",
     "replay_incident",
+    "run_canary",
 ]
 
 

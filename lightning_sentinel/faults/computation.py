@@ -68,11 +68,14 @@ def with_backward(value: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     return cast(Tensor, _Backward.apply(value, change))  # type: ignore[no-untyped-call]
 
 
+AUTO = "auto"
+
+
 class ModuleFault(Fault, ABC):
     """A fault in what one module computes.
 
     Args:
-        target: Path of the module in ``named_modules()`` of the LightningModule.
+        target: Path of the module in ``named_modules()`` of the LightningModule; ``auto`` takes one in the middle.
     """
 
     def __init__(
@@ -119,9 +122,25 @@ class ModuleFault(Fault, ABC):
         return changed
 
 
+def middle_of(module: LightningModule) -> str:
+    """Path of a module in the middle of the model: of its blocks where it has a list of them, else of its leaves."""
+    from ..triage.replay import block_paths
+
+    paths = [p for p in block_paths(module) if list(module.get_submodule(p).parameters())]
+    leaves = [p for p, m in module.named_modules() if p and not list(m.children()) and list(m.parameters())]
+    found = paths if len(paths) > 1 else leaves
+    if not found:
+        raise ValueError(f"{type(module).__name__} has no module with parameters that target='{AUTO}' could take.")
+    return found[len(found) // 2]
+
+
 def register(fault: Fault, target: str, module: LightningModule, hook: Any) -> RemovableHandle:
-    """Hook on a named module; a clear error where it does not exist."""
+    """Hook on a named module; a clear error where it does not exist. ``auto`` is one in the middle of the model."""
     modules = dict(module.named_modules())
+    if target == AUTO and AUTO not in modules:
+        target = middle_of(module)
+        if hasattr(fault, "target"):
+            fault.target = target
     if target not in modules or not target:
         raise ValueError(
             f"{fault.name}: {type(module).__name__} has no module {target!r}."

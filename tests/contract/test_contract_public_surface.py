@@ -33,6 +33,7 @@ default_callbacks(run_dir, policy, vocabulary_size, sample_id_fn, checkpoint_eve
 infra_event(trainer, kind, text)
 replay_incident(run_dir, incident, model, datamodule, dtype, device, module, ranks, rebuild_with, app_dirs, sample_id_fn,
     drill, progress)
+run_canary(train, run_dir, drill, warm_steps, vocabulary_size, sample_id_fn, progress)
 """
 
 # What else users import, by module.

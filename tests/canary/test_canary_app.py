@@ -1,0 +1,85 @@
+"""The canary of the example, from the command line, as its README says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pretrain
+import pytest
+
+from lightning_sentinel.canary.app import shared_overrides
+from lightning_sentinel.canary.drill import timeline
+from lightning_sentinel.cli import main
+
+SCRIPT = pretrain.__file__
+TINY = ["model=tiny", "data=text_tiny", "logger=none", "trainer.enable_progress_bar=false"]
+
+
+def test_the_example_passes_and_leaves_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "canary"
+    options = ["--app", SCRIPT, "--out", str(out), "--drill", "transient_nan", "--json"]
+    code = main(["canary", *options, "--", *TINY])
+    report = json.loads(capsys.readouterr().out)
+    assert (code, report["passed"]) == (0, True), report
+    (row,) = report["drill"]
+    assert (row["fault"], row["answers"], row["path"]) == (
+        "transient_nan",
+        ["retry_step"],
+        "equal to the clean leg's to the bit",
+    )
+    checks = {c["name"]: c["words"] for c in report["checks"]}
+    assert checks["drill leg"] == "41 of 41 steps"
+    assert "every hash right" in checks["checkpoint"]
+    assert report["facts"]["world_size"] == 1
+    started = next(json.loads(line) for line in (out / "drill" / "journal" / "rank-00000.jsonl").open())
+    assert started["config"]["callbacks"]["spike_detector"]["threshold"] == 6.0  # three quarters of 8
+    assert (out / "canary.html").is_file()
+    assert (out / "clean" / "output.log").is_file()
+    assert main(["canary", *options, "--", *TINY]) == 2
+    assert "is there already. Give --out a folder that is not." in capsys.readouterr().err
+
+
+def test_what_is_not_an_application_is_refused_with_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*arguments: str) -> str:
+        assert main(["canary", "--out", str(tmp_path / "out"), *arguments]) == 2
+        return capsys.readouterr().err
+
+    assert "Give --app the script of the Hydra application" in refused("--app", str(tmp_path / "none.py"))
+    broken = tmp_path / "app.py"
+    broken.write_text("raise SystemExit('no such luck')")
+    assert f"{broken} --cfg job fails: no such luck" in refused("--app", str(broken))
+    assert "drill has lr_spke; there are" in refused("--app", str(broken), "--drill", "lr_spke")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_configuration_without_the_suite_or_the_steps_is_refused() -> None:
+    plan = timeline(("transient_nan",))
+    with pytest.raises(ValueError, match=r"callbacks lack RunJournal, RankTelemetry, IncidentResponse, Rollback\. Add"):
+        shared_overrides({"trainer": {}, "callbacks": None}, plan, "trainer.max_steps")
+    suite: dict[str, Any] = {
+        key: {"_target_": f"lightning_sentinel.{name}"}
+        for key, name in (("j", "RunJournal"), ("t", "RankTelemetry"), ("r", "IncidentResponse"), ("b", "Rollback"))
+    }
+    with pytest.raises(ValueError, match=r"has no 'trainer', so the number of steps cannot be set\. Give --steps-key"):
+        shared_overrides({"callbacks": suite}, plan, "trainer.max_steps")
+    suite["s"] = {"_target_": "lightning_sentinel.SpikeDetector", "threshold": 4.0, "gross": "${other}"}
+    assert shared_overrides({"callbacks": suite, "fit": {}}, plan, "fit.steps") == [
+        "++fit.steps=41",
+        "++callbacks.j.step_interval=1",
+        "++callbacks.r.mode=recover",
+        "++callbacks.r.probation_steps=8",
+        "++callbacks.b.every_n_steps=10",
+        "++callbacks.s.threshold=3",
+    ]
+
+
+def test_help_names_the_faults_without_importing_torch() -> None:
+    code = "import sys; from lightning_sentinel.cli import build_parser; build_parser(); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "False"
