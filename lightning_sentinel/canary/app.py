@@ -116,6 +116,7 @@ def shared_overrides(config: Mapping[str, Any], plan: Timeline, steps_key: str) 
     made = [
         f"++{steps_key}={plan.steps}",
         f"++{journal_key(config)}.step_interval=1",
+        f"++{journal_key(config)}.report=false",
         f"++{response}.mode=recover",
         f"++{response}.probation_steps={PROBATION_STEPS}",
         f"++{rollback}.every_n_steps={ROLLBACK_EVERY}",

@@ -103,7 +103,7 @@ def judge(folder: Path, plan: Timeline, clean: LegEnd, drill: LegEnd) -> CanaryR
         _finished("clean leg", quiet, plan.steps),
         _finished("drill leg", loud, plan.steps),
         _finite(quiet),
-        Check("false incidents", not false, f"{len(false) or 'no'} incident{'s' * (len(false) != 1)} without a fault"),
+        Check("false incidents", not false, f"{len(false)} without a fault" if false else "none"),
         *_warnings(quiet),
         *_checkpoint(quiet),
     ]

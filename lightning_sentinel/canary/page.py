@@ -24,17 +24,16 @@ def text(report: CanaryReport) -> str:
         lines += [f"      {line}" for line in report.false_incidents[:10]]
     seconds = report.facts.get("median_step_seconds")
     if seconds:
-        lines += [
-            "",
-            f"  {seconds:.3g} s a step (median of the clean leg): 10,000 steps take {seconds * 10_000 / 3600:.3g} h.",
-        ]
-    return "\n".join([*lines, "", f"  {report.folder}"])
+        hours = seconds * 10_000 / 3600
+        lines += ["", f"  {seconds:.3g} s a step (median of the clean leg): 10,000 steps take {hours:.3g} h."]
+    return "\n".join([*lines, "", f"  To see a leg: lightning-sentinel report {report.folder}/drill"])
 
 
 def headline(report: CanaryReport) -> str:
     """The result in one sentence."""
     if report.passed:
-        return f"Canary passed: {len(report.drill)} faults drilled, all seen, named, answered and recovered; no false incident."
+        faults = f"{len(report.drill)} fault{'s' * (len(report.drill) != 1)} drilled"
+        return f"Canary passed: {faults}, all seen, named, answered and recovered; no false incident."
     bad = [c.name for c in report.checks if not c.passed] + [d.fault for d in report.drill if not d.passed]
     return f"Canary failed: {', '.join(bad)}. Do not start the long run before that is understood."
 
@@ -81,7 +80,7 @@ td:first-child {{ white-space: nowrap; }}
 <h2>Drill</h2><table>{drill}</table>
 {f"<h2>Incidents without a fault</h2><ul>{false}</ul>" if false else ""}
 <h2>Facts</h2><table>{facts}</table>
-<p>Legs: {escape(report.folder)}/clean, {escape(report.folder)}/drill; each has its own report.html.</p>
+<p>Both legs are run folders: <code>lightning-sentinel report {escape(report.folder)}/drill</code> shows all of one.</p>
 </body></html>
 """
 

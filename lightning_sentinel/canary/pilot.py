@@ -13,6 +13,7 @@ from ..callbacks.divergence_detector import DivergenceDetector
 from ..callbacks.incident_response import IncidentResponse
 from ..callbacks.rank_outlier_detector import RankOutlierDetector
 from ..callbacks.rollback import Rollback
+from ..callbacks.run_journal import RunJournal
 from ..callbacks.spike_detector import SpikeDetector
 from ..config import build
 from .app import THRESHOLDS
@@ -81,6 +82,8 @@ def _suite(
     for callback in default_callbacks(folder, "recover", vocabulary_size, sample_id_fn):
         if isinstance(callback, IncidentResponse):
             made.append(IncidentResponse("recover", probation_steps=PROBATION_STEPS))
+        elif isinstance(callback, RunJournal):
+            made.append(RunJournal(folder, report=False))
         elif isinstance(callback, Rollback):
             made.append(Rollback(every_n_steps=ROLLBACK_EVERY))
         elif isinstance(callback, SpikeDetector | DivergenceDetector | RankOutlierDetector):

@@ -14,6 +14,7 @@ import pytest
 from lightning_sentinel.canary.app import shared_overrides
 from lightning_sentinel.canary.drill import timeline
 from lightning_sentinel.cli import main
+from lightning_sentinel.journal import read_journal
 
 SCRIPT = pretrain.__file__
 TINY = ["model=tiny", "data=text_tiny", "logger=none", "trainer.enable_progress_bar=false"]
@@ -35,7 +36,7 @@ def test_the_example_passes_and_leaves_a_page(tmp_path: Path, capsys: pytest.Cap
     assert checks["drill leg"] == "41 of 41 steps"
     assert "every hash right" in checks["checkpoint"]
     assert report["facts"]["world_size"] == 1
-    started = next(json.loads(line) for line in (out / "drill" / "journal" / "rank-00000.jsonl").open())
+    started = next(e for e in read_journal(out / "drill") if e["event"] == "run.started")
     assert started["config"]["callbacks"]["spike_detector"]["threshold"] == 6.0  # three quarters of 8
     assert (out / "canary.html").is_file()
     assert (out / "clean" / "output.log").is_file()
@@ -72,6 +73,7 @@ def test_a_configuration_without_the_suite_or_the_steps_is_refused() -> None:
     assert shared_overrides({"callbacks": suite, "fit": {}}, plan, "fit.steps") == [
         "++fit.steps=41",
         "++callbacks.j.step_interval=1",
+        "++callbacks.j.report=false",
         "++callbacks.r.mode=recover",
         "++callbacks.r.probation_steps=8",
         "++callbacks.b.every_n_steps=10",
