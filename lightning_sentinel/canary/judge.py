@@ -250,14 +250,11 @@ def _finite(leg: _Leg) -> Check:
 
 
 def _warnings(leg: _Leg) -> list[Check]:
-    """What was found wrong with the set-up before the first step, where somebody looked."""
-    found = [e for e in leg.events if str(e["event"]).startswith("preflight.") and e["rank"] == 0]
-    if not found:
+    """What ``Preflight`` says about the set-up. Its warnings are for a person to weigh; they fail no canary."""
+    if not leg.named("preflight.done"):
         return []
-    words = [
-        str(e.get("message") or e.get("words") or "") for e in found if e.get("passed") is False or e.get("message")
-    ]
-    return [Check("preflight", not words, "; ".join(words) or "nothing found")]
+    words = list(dict.fromkeys(f"{e['check']}: {e['message']}" for e in leg.named("preflight.warning")))
+    return [Check("preflight", True, "; ".join(words) or "no warning")]
 
 
 def _checkpoint(leg: _Leg) -> list[Check]:

@@ -53,7 +53,8 @@ def html(report: CanaryReport) -> str:
 
     def row(passed: bool, *cells: str) -> str:
         mark = "ok" if passed else "no"
-        return f'<tr class="{mark}"><td>{mark}</td>' + "".join(f"<td>{escape(c)}</td>" for c in cells) + "</tr>"
+        text = "".join(f"<td{' class=short' if len(c) < 12 else ''}>{escape(c)}</td>" for c in cells)
+        return f'<tr class="{mark}"><td>{mark}</td>{text}</tr>'
 
     checks = "".join(row(c.passed, c.name, c.words) for c in report.checks)
     drill = "".join(row(d.passed, d.fault, f"step {d.step}", story(d), d.why) for d in report.drill)
@@ -71,7 +72,7 @@ body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem aut
 h1 {{ font-size: 1.3rem; }} h2 {{ font-size: 1.05rem; margin-top: 2rem; }}
 table {{ border-collapse: collapse; width: 100%; }}
 td {{ padding: .35rem .6rem; border-bottom: 1px solid #dde3ea; vertical-align: top; overflow-wrap: anywhere; }}
-td:first-child {{ white-space: nowrap; }}
+td:first-child, .ok td:nth-child(2), .no td:nth-child(2), .short {{ white-space: nowrap; }}
 .ok td:first-child {{ color: #12703c; font-weight: 600; }} .no td:first-child {{ color: #b3261e; font-weight: 600; }}
 .no td {{ background: #fdf1f0; }}
 </style></head><body>

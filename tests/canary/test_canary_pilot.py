@@ -62,6 +62,7 @@ def test_a_program_that_is_ready_passes_every_check(tmp_path: Path) -> None:
     assert all(d.status == "recovered" and not d.refused for d in report.drill)
     assert {c.name: c.words for c in report.checks}["clean leg"] == "71 of 71 steps"
     assert report.false_incidents == []
+    assert "warmup: " in {c.name: c.words for c in report.checks}["preflight"]  # this program has none
     folder = tmp_path / "canary"
     assert json.loads((folder / "canary.json").read_text())["passed"] is True
     assert (folder / "canary.txt").read_text().startswith("Canary passed: 3 faults drilled")
