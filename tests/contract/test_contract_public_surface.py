@@ -26,7 +26,8 @@ RankOutlierDetector(threshold, false_per_step, tail, cold_threshold, cold_relati
 RankTelemetry(update_norm_every_n_steps, vocabulary_size, token_count_fn, sample_id_fn, sources)
 ReplicaConsistency(every_n_steps, buffers, optimizer)
 Rollback(every_n_steps, keep, retry, cursor)
-RunJournal(run_dir, step_interval, report, report_every_seconds, config, max_bytes, progress_bar)
+RunJournal(run_dir, step_interval, report, report_every_seconds, config, max_bytes, progress_bar, log_image, webhook,
+    webhook_timeout_seconds, webhook_retries)
 SpikeDetector(threshold, tail, gross, gross_tail, gross_relative, min_jump, min_relative, confirm, window, level_window,
     tail_window, warmup, explosion, scale_floor, recover_after, shift_after, patience, restart_window)
 default_callbacks(run_dir, policy, vocabulary_size, sample_id_fn, checkpoint_every_n_steps)
