@@ -260,7 +260,7 @@ class IncidentResponse(SentinelCallback):
         if kinds - REPORT_ONLY:
             # Before the examination: should that end the run, the bundle is what is left to examine.
             self.bundles.capture(trainer, pl_module, optimizer, incident, record)
-        if self._needs_triage(kinds, watch):
+        if self._needs_triage(kinds, incident, watch):
             incident.verdict = self._examine(trainer, pl_module, optimizer, incident, record)
             watch.examined = {*watch.examined, *kinds}
             watch.examined_answers = watch.answers
@@ -323,14 +323,16 @@ class IncidentResponse(SentinelCallback):
         log_of(trainer).warning("incident %d at step %d: %s%s", incident.number, record.step, said, look(trainer))
         return incident
 
-    def _needs_triage(self, kinds: set[FindingKind], watch: IncidentWatch) -> bool:
+    def _needs_triage(self, kinds: set[FindingKind], incident: Incident, watch: IncidentWatch) -> bool:
         """Examine when the incident is new, has a new side, or an answer has not helped."""
         if kinds <= REPORT_ONLY:
             return False
         if watch.case == "numerics/scale" and watch.answers:
             return False  # a further overflow of a convicted module tells nothing new
         unanswered = self.policy.mode == "recover" and watch.answers > watch.examined_answers
-        return bool(kinds - watch.examined) or unanswered
+        # Where nothing was done about a cause that is known, what is found later is its consequence.
+        settled = bool(incident.verdict.culprits) and watch.answers == watch.examined_answers
+        return (bool(kinds - watch.examined) and not settled) or unanswered
 
     def _examine(
         self,

@@ -22,9 +22,9 @@ from ..state.tree import local
 from ..triage.armed import ArmedStep
 from ..triage.nonfinite import TraceReport, first_bad_boundary, trace_nonfinite
 from ..triage.origin import Range, is_bad
-from ..triage.replay import ReplayUnavailableError, block_paths
+from ..triage.replay import ReplayUnavailableError, block_paths, total_of
 from ..triage.sandbox import is_replaying
-from ..triage.window import ensure_capture, tensors
+from ..triage.window import ensure_capture
 from .base import SentinelCallback, find_callback
 
 log = logging.getLogger("lightning_sentinel")
@@ -181,7 +181,7 @@ class NonFiniteTracer(SentinelCallback):
             window = self.context(trainer).window
             if window is None or is_replaying(trainer) or window.step % self.every_n:
                 return
-            total = _total(output)
+            total = total_of(output)
             if total is not None:
                 window.boundary_flags.append((len(window.micro_batches) - 1, path, total))
 
@@ -368,11 +368,14 @@ class NonFiniteTracer(SentinelCallback):
         record: StepRecord | None = None,
         *,
         max_forwards: int | None = None,
+        watch: Sequence[str] = (),
     ) -> TraceReport:
         """Replay the current step and name its first non-finite value. Every rank calls it alike."""
         if not self.replay:
             raise ReplayUnavailableError("this NonFiniteTracer was told not to replay (replay=False).")
-        report = trace_nonfinite(trainer, module, optimizer, record, anomaly=self.anomaly, max_forwards=max_forwards)
+        report = trace_nonfinite(
+            trainer, module, optimizer, record, anomaly=self.anomaly, max_forwards=max_forwards, watch=watch
+        )
         self.reports.append(report)
         return report
 
@@ -388,13 +391,3 @@ class _Flags:
     bad: Tensor  # 0-dim: whether any flag is not finite
     copied: torch.cuda.Event | None  # when ``bad`` has reached the host
     at_hand: bool  # reading costs nothing
-
-
-def _total(output: Any) -> Tensor | None:
-    """Sum over a module's floating-point outputs in float32 or wider: not finite where any of them is not."""
-    total: Tensor | None = None
-    for out in tensors(output):
-        if out.is_floating_point() and out.numel():
-            part = out.detach().sum(dtype=torch.promote_types(out.dtype, torch.float32))
-            total = part if total is None else total + part
-    return total

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..record import StepRecord
+from ..record import SOURCE_TOKENS, StepRecord
 from ..state.tree import local
 
 if TYPE_CHECKING:
@@ -286,12 +286,97 @@ def _moved_too_far(
         beta1, beta2 = (float(b) for b in group["betas"])
         reach = 2.0 * rate * max(1.0, (1.0 - beta1) / math.sqrt(max(1.0 - beta2, 1e-12)))
         decay = rate * float(group.get("weight_decay", 0.0))
-        far = (new - old).abs() > reach + (decay + 1e-2) * old.abs() + 1e-6
+        # What is not finite is the armed replay's to explain: an update may have overflowed.
+        far = ((new - old).abs() > reach + (decay + 1e-2) * old.abs() + 1e-6) & new.isfinite()
         if bool(far.any()):
             farthest = float((new - old).abs().max())
             detail = f"moved by {farthest:.4g} where {len(steps)} updates reach {reach:.4g}"
             return StateViolation(name, before.step, int(far.sum()), far.numel(), detail)
     return None
+
+
+OVERSIZED = 100.0  # gain of a matrix, by its root mean square and its number of inputs, that no initialisation means
+
+
+def oversized_matrices(module: nn.Module) -> list[tuple[str, float]]:
+    """Names and gains of weight matrices far larger than any initialisation by fan-in, the largest first.
+
+    The gain is ``rms * sqrt(inputs)``: 1 for LeCun (1998), ``sqrt(2)`` for He (2015). Embeddings are no matrices here.
+    """
+    rows = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+    found = []
+    for name, p in module.named_parameters():
+        w = local(p.detach())
+        if w.dim() < 2 or id(p) in rows or not w.is_floating_point() or not w.numel():
+            continue
+        gain = _rms(w.double()) * math.sqrt(w[0].numel())
+        if not gain <= OVERSIZED:
+            found.append((name, gain))
+    return sorted(found, key=lambda f: -f[1])
+
+
+def update_size(
+    optimizer: Optimizer,
+    module: nn.Module,
+    grads: Mapping[str, Tensor],
+    remembered: Mapping[int, Mapping[str, Any]],
+) -> dict[str, Any] | None:
+    """How large Adam's next update is, by its own moments: over the rate, over the weights, and over what it remembers.
+
+    Args:
+        optimizer: Adam or AdamW; anything else gives None.
+        module: Whose parameters these are.
+        grads: The step's gradients by path.
+        remembered: The optimizer's states of an older snapshot by parameter index; empty: nothing is remembered.
+
+    Returns:
+        ``ratio``: root mean square of ``|m| / (sqrt(v) + eps)``, bias-corrected, of the parameter with the largest one;
+        ``relative``: median over the weight matrices of the update's over the weight's root mean square;
+        ``growth``: median over parameters of the gradient's over the remembered second moments' root mean square
+        (``remembered``); ``updates``, ``beta2`` and ``eps`` of the first group.
+    """
+    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        return None
+    names = {id(p): n for n, p in module.named_parameters()}
+    index = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+    ratios, relative, growth, second, updates = [0.0], [], [], [], 0.0
+    for group in optimizer.param_groups:
+        beta1, beta2 = (float(b) for b in group["betas"])
+        for p in group["params"]:
+            state = optimizer.state.get(p, {})
+            m, v, count = state.get("exp_avg"), state.get("exp_avg_sq"), float(state.get("step", 0.0))
+            if m is None or v is None or count < 1:
+                continue
+            updates = max(updates, count)
+            m_hat = local(m).double() / (1.0 - beta1**count)
+            v_hat = local(v).double().clamp(min=0.0) / (1.0 - beta2**count)
+            ratio = _rms(m_hat / (v_hat.sqrt() + group["eps"]))
+            ratios.append(ratio)
+            weight = _rms(local(p.detach()).double())
+            if p.dim() > 1 and weight > 0:
+                relative.append(float(group["lr"]) * ratio / weight)
+            old, grad = remembered.get(index[id(p)], {}), grads.get(names.get(id(p), ""))
+            if grad is not None and isinstance(old.get("exp_avg_sq"), Tensor) and float(old.get("step", 0.0)) >= 1:
+                then = local(old["exp_avg_sq"]).double().clamp(min=0.0) / (1.0 - beta2 ** float(old["step"]))
+                before = math.sqrt(float(then.mean())) if then.numel() else 0.0
+                second.append(before)
+                growth.append(_rms(local(grad).double()) / max(before + float(group["eps"]), 1e-300))
+    if not updates:
+        return None
+    group = optimizer.param_groups[0]
+    return {
+        "ratio": max(ratios),
+        "relative": float(np.median(relative)) if relative else 0.0,
+        "growth": float(np.median(growth)) if growth else 0.0,
+        "remembered": float(np.median(second)) if second else math.nan,
+        "updates": updates,
+        "beta2": float(group["betas"][1]),
+        "eps": float(group["eps"]),
+    }
+
+
+def _rms(x: Tensor) -> float:
+    return math.sqrt(float(x.square().mean())) if x.numel() else 0.0
 
 
 # -------------------------------------------------------------------------------------------------------- replicas
@@ -347,6 +432,67 @@ def source_shifts(records: Sequence[StepRecord], since_step: int) -> list[Source
         now = float(np.median(after))
         shifts.append(SourceShift(source, center, now, sigma, now - center > max(4.0 * sigma, 0.05 * abs(center))))
     return shifts
+
+
+@dataclass(frozen=True)
+class MixtureShift:
+    """The mean moved because the sources' shares did.
+
+    Attributes:
+        grown: Sources whose share has grown.
+        before: Share of each source's tokens before, by name.
+        after: The same since.
+        recomposed: Mean loss since, had the shares stayed, over the sources that are known from before, in nats.
+    """
+
+    grown: tuple[str, ...]
+    before: dict[str, float]
+    after: dict[str, float]
+    recomposed: float
+
+
+def mixture_shift(records: Sequence[StepRecord], since_step: int) -> MixtureShift | None:
+    """Whether a change of the sources' shares alone explains the rise of the mean; needs 8 records before, 2 since."""
+    if not records or len(records[-1].sources) < 2:
+        return None
+    names = records[-1].sources
+    before = [r for r in records if r.step < since_step and r.sources == names][-48:]
+    after = [r for r in records if r.step >= since_step and r.sources == names]
+    if len(before) < 8 or len(after) < 2:
+        return None
+    tokens = [{n: float(r.column(SOURCE_TOKENS + n).sum()) for n in names} for r in (*before, *after)]
+    shares = np.array([[t[n] / max(sum(t.values()), 1.0) for n in names] for t in tokens])
+    old, new = shares[: len(before)], shares[len(before) :]
+    spread = np.maximum(old.std(0), 1.0 / len(before)) / math.sqrt(len(after))
+    grown = [i for i in range(len(names)) if new[:, i].mean() - old[:, i].mean() > max(0.15, 4.0 * spread[i])]
+    if not grown:
+        return None
+    stayed = [n for i, n in enumerate(names) if i not in grown]
+
+    def mean_over(chosen: Sequence[StepRecord]) -> list[float]:
+        weights = {n: float(old[:, i].mean()) for i, n in enumerate(names)}
+        losses = []
+        for r in chosen:
+            known = [(r.source_loss(n), weights[n]) for n in stayed]
+            known = [(x, w) for x, w in known if math.isfinite(x) and w > 0]
+            if known:
+                losses.append(sum(x * w for x, w in known) / sum(w for _, w in known))
+        return losses
+
+    was, now = mean_over(before), mean_over(after)
+    if len(was) < 8 or not now:
+        return None
+    center, sigma = _center_and_spread(was)
+    recomposed = float(np.median(now))
+    # What the grown sources are like is not asked: they may be hard. The others must not have moved.
+    if recomposed - center > max(4.0 * sigma / math.sqrt(len(now)), 0.05 * abs(center)):
+        return None
+    return MixtureShift(
+        tuple(names[i] for i in grown),
+        {n: float(old[:, i].mean()) for i, n in enumerate(names)},
+        {n: float(new[:, i].mean()) for i, n in enumerate(names)},
+        recomposed,
+    )
 
 
 def lone_source(shifts: Sequence[SourceShift]) -> SourceShift | None:

@@ -11,16 +11,17 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..context import context_of
 from ..incidents import Experiment, Finding, FindingKind, Incident, Verdict, VerdictKind
-from ..record import StepRecord
+from ..record import FloatArray, StepRecord
 from . import experiments as ex
 from .nonfinite import TraceReport, ids_of, worst_micro_batches
 from .peers import Peers
@@ -67,6 +68,8 @@ class Ladder:
         self.watched = block_paths(module)
         self.main: ReplayResult | None = None
         self.trace: TraceReport | None = None
+        self.healthy_rms: dict[str, float] = {}  # of a healthy batch on the current state, by module
+        self.replay_noise: FloatArray | None = None  # nats by rank that a healthy step's replay differs from it
         losses = self._losses_by_rank()
         levels = [ex.level_before(column) for column in losses]
         self.base = np.array([level for level, _ in levels])
@@ -224,30 +227,52 @@ class Ladder:
             reasons.append("the step ran compiled, the replay did not")
         return sorted({reason for mine in self.peers.gather(reasons) for reason in mine})
 
-    def _healthy_change(self, weights: Snapshot | None) -> float | None:
-        """How much higher than when it was trained on a healthy window's loss is, in nats; the worst rank's."""
-        name = "healthy batch, current weights" if weights is None else "healthy batch, snapshot's weights"
-        result, window = self._healthy_replay(name, weights)
-        if result is None or window is None:
+    def _healthy_change(
+        self,
+        weights: Snapshot | None,
+        name: str = "",
+        *,
+        buffers: Mapping[str, Tensor] | None = None,
+        parameters: Mapping[str, Tensor] | None = None,
+    ) -> float | None:
+        """How much higher than when it was trained on a healthy window's loss is, in nats; the worst rank's.
+
+        Args:
+            weights: A snapshot to compute on; None: the current state, with the buffers that the suspect step met.
+            name: Name of the experiment.
+            buffers: These in place of that state's.
+            parameters: These in place of that state's.
+        """
+        name = name or ("healthy batch, current weights" if weights is None else "healthy batch, snapshot's weights")
+        windows = healthy_windows(self.trainer, self.since)
+        if self.peers.any(not windows):
+            self.note(name, "not run: no healthy window from before is kept")
             return None
+        if not self.affords(1, name):
+            return None
+        options: dict[str, Any] = {"parameters": parameters} if parameters else {}
+        if weights is not None:
+            options["weights"] = weights
+            there = dict(weights.buffers)
+        else:
+            there = {} if self.context.window is None else dict(self.context.window.buffers)
+        result = self._replay(name, windows[0], backward=False, buffers=there | dict(buffers or {}), **options)
+        if result is None:
+            return None
+        window = windows[0]
         live = [float(window.losses[i]) for i in result.micro_batches if i < len(window.losses)]
         mine = result.loss - sum(live) / len(live) if live else math.nan
         everyone = self.peers.gather((mine, result.loss))
         changes = [c for c, _ in everyone]
         worst = max(changes, default=math.nan) if all(map(math.isfinite, changes)) else math.nan
         outcome = f"{worst:+.4f} nats" if math.isfinite(worst) else "no live loss to compare with"
-        self.note(name, outcome, step=window.step, changes=changes, losses=[loss for _, loss in everyone])
+        detail: dict[str, Any] = {"step": window.step, "changes": changes, "losses": [loss for _, loss in everyone]}
+        if weights is not None:
+            detail["snapshot"] = weights.step
+        else:
+            self.healthy_rms = dict(result.activation_rms)
+        self.note(name, outcome, **detail)
         return worst if math.isfinite(worst) else None
-
-    def _healthy_replay(self, name: str, weights: Snapshot | None) -> tuple[ReplayResult | None, StepWindow | None]:
-        windows = healthy_windows(self.trainer, self.since)
-        if self.peers.any(not windows):
-            self.note(name, "not run: no healthy window from before is kept")
-            return None, None
-        if not self.affords(1, name):
-            return None, None
-        options: dict[str, Any] = {} if weights is None else {"weights": weights}
-        return self._replay(name, windows[0], backward=False, **options), windows[0]
 
     def _baseline_snapshot(self) -> Snapshot | None:
         """The newest snapshot from before the incident, one that is known good if there is one."""

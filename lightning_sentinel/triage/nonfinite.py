@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -47,6 +48,7 @@ class TraceReport:
         origin: What the replay found on ``rank``.
         by_rank: What each rank found, in words.
         seconds: Wall time, the slowest rank's.
+        replay: What the armed replay measured on this rank.
     """
 
     step: int
@@ -66,13 +68,17 @@ class TraceReport:
     by_rank: list[str] = field(default_factory=list)
     seconds: float = 0.0
     forwards: int = 0
+    replay: ReplayResult | None = field(default=None, repr=False, compare=False)
 
     @property
     def reproduced(self) -> bool:
         return self.kind not in (NOT_REPRODUCED, OPTIMIZER_STATE)
 
     def to_dict(self) -> dict[str, Any]:
-        return {k: v for k, v in asdict(self).items() if k not in ("origin", "step", "rank")} | {
+        plain = {
+            k: getattr(self, k) for k in self.__dataclass_fields__ if k not in ("origin", "step", "rank", "replay")
+        }
+        return plain | {
             "at_rank": self.rank,
             "reproduced": self.reproduced,
             "traceback": list(self.origin.traceback) if self.origin else [],
@@ -103,6 +109,7 @@ def trace_nonfinite(
     *,
     anomaly: bool = False,
     max_forwards: int | None = None,
+    watch: Sequence[str] = (),
 ) -> TraceReport:
     """Replay the current step with the tracing armed. Every rank calls it alike and gets the same report.
 
@@ -113,10 +120,14 @@ def trace_nonfinite(
     window = context.window
     peers = Peers(trainer)
     gradients: dict[str, Tensor] = {}
+    results: list[ReplayResult] = []
 
     def measure() -> _Local:
         chosen = worst_micro_batches(window, context.scratch.get("live_losses") or [], max_forwards)
-        result = replay(trainer, module, optimizer, armed=True, anomaly=anomaly, keep_grads=True, micro_batches=chosen)
+        result = replay(
+            trainer, module, optimizer, armed=True, anomaly=anomaly, keep_grads=True, micro_batches=chosen, watch=watch
+        )
+        results.append(result)
         assert window is not None  # replay has refused otherwise
         gradients.update(result.grads or {})
         return _look(trainer, module, optimizer, window, record, result)
@@ -128,6 +139,7 @@ def trace_nonfinite(
     report.forwards = max(x.forwards for x in everyone)
     report.by_rank = [_in_words(x) for x in everyone]
     report.seconds = max(x.seconds for x in everyone)
+    report.replay = results[0]
     context.write(trainer, "triage.nonfinite", **report.to_dict())
     return report
 
@@ -224,9 +236,13 @@ def _combine(
         return _reproduced(step, found)
     bad_losses = tuple(r for r, x in enumerate(everyone) if x.live_loss_bad)
     boundaries = [(r, x.boundary) for r, x in enumerate(everyone) if x.boundary is not None]
-    if peers.size > 1 and not bad_losses and not boundaries and _reduces_badly(module, peers, everyone, gradients):
-        sentence = "Every rank's own gradient is finite; their reduction is not."
-        return TraceReport(step, REDUCTION, name="all_reduce", phase="reduction", sentence=sentence)
+    if peers.size > 1 and not bad_losses and not boundaries:
+        reduced = _reduces_badly(module, peers, everyone, gradients)
+        if reduced is not None:
+            dtype, parameter = reduced
+            sentence = f"Every rank's own gradient is finite; their reduction{dtype and f' in {dtype}'} is not"
+            sentence += f", first in {parameter}." if parameter else "."
+            return TraceReport(step, REDUCTION, name=parameter, phase="reduction", sentence=sentence)
     states = [(r, x.optimizer_state) for r, x in enumerate(everyone) if x.optimizer_state]
     if states and not bad_losses and not boundaries:
         rank, name = states[0]
@@ -298,19 +314,33 @@ def _in_words(x: _Local) -> str:
     return f"In the {origin.phase.partition(',')[0]} of {where} a non-finite value {what} {origin.name}: {stats}."
 
 
-def _reduces_badly(module: LightningModule, peers: Peers, everyone: list[_Local], gradients: dict[str, Tensor]) -> bool:
-    """Whether the mean over ranks of the replayed, finite gradients is not finite when it is taken again."""
+def _reduces_badly(
+    module: LightningModule, peers: Peers, everyone: list[_Local], gradients: dict[str, Tensor]
+) -> tuple[str, str] | None:
+    """Whether the sum over ranks of the replayed, finite gradients is not finite when it is taken again.
+
+    Returns:
+        The dtype in which it is not, where that is narrower than the gradients' (a communication hook may cast them), and
+        the first parameter; None if it is finite.
+    """
     if any(hasattr(p, "_local_tensor") for p in module.parameters()):
         # Sharded: the replay has reduced already.
-        return all(not x.finite for x in everyone)
+        return ("", "") if all(not x.finite for x in everyone) else None
     # The reduction needs the same gradients on every rank; a rank that has others would leave the rest waiting in it.
     comparable = everyone[0].gradients and all(x.gradients == everyone[0].gradients for x in everyone)
     if not all(x.finite for x in everyone) or not comparable or not dist.is_initialized():
-        return False
-    flat = torch.cat([g.detach().reshape(-1) for _, g in _reducible(gradients)])
-    total = flat.clone()
-    dist.all_reduce(total)
-    return peers.any(is_bad(total))
+        return None
+    named = _reducible(gradients)
+    for dtype in (None, torch.float16):
+        flat = torch.cat([(g if dtype is None else g.to(dtype)).detach().reshape(-1).clone() for _, g in named])
+        own_is_bad = is_bad(flat)
+        dist.all_reduce(flat)
+        if not peers.any(own_is_bad or is_bad(flat)):
+            continue
+        parts = torch.split(flat, [g.numel() for _, g in named])
+        first = next((n for (n, _), part in zip(named, parts, strict=True) if is_bad(part)), "")
+        return ("" if dtype is None else "float16"), next((n for n in peers.gather(first) if n), "")
+    return None
 
 
 def scaler_says_overflow(trainer: Trainer, optimizer: Optimizer) -> bool:

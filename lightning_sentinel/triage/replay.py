@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from ..context import context_of
 from ..state import lightning_private as _private
 from ..state.tree import local
 from .sandbox import StepReachedError, sandbox
+from .tokens import CrossEntropies, TokenLosses
 from .window import StepWindow, tensors
 
 if TYPE_CHECKING:
@@ -48,7 +49,9 @@ class ReplayResult:
         bitwise_equal: Losses equal to the live ones, bit for bit; None where the live ones are not known.
         grads_equal: The same for the gradients; None on several ranks, where the live ones are already reduced.
         origin: First non-finite value, if armed and if there is one.
+        tokens: Loss and entropy of the tokens of each micro-batch, where they went through a cross-entropy of torch.
         activation_rms: Root mean square of watched modules' outputs by path.
+        sums: ``(micro-batch, path, sum)`` of the watched modules' outputs in forward order, as the live flags hold them.
         micro_batches: Indices of the micro-batches that were run.
         inexact: Why the replay may differ from the step although nothing is wrong; empty if it may not.
         seconds: Wall time.
@@ -61,7 +64,9 @@ class ReplayResult:
     bitwise_equal: bool | None = None
     grads_equal: bool | None = None
     origin: Origin | None = None
+    tokens: list[TokenLosses | None] = field(default_factory=list)
     activation_rms: dict[str, float] = field(default_factory=dict)
+    sums: list[tuple[int, str, float]] = field(default_factory=list)
     micro_batches: tuple[int, ...] = ()
     inexact: str = ""
     seconds: float = 0.0
@@ -112,6 +117,10 @@ def replay(
     keep_grads: bool = False,
     micro_batches: Sequence[int] | None = None,
     watch: Sequence[str] = (),
+    parameters: Mapping[str, Tensor] | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
+    inside: Callable[[Mapping[str, Call]], None] | None = None,
+    calls: Sequence[str] = (),
 ) -> ReplayResult:
     """Compute a step again in a sandbox.
 
@@ -130,6 +139,10 @@ def replay(
         keep_grads: Return the gradients.
         micro_batches: Run only these, by index; None for all.
         watch: Paths of modules whose outputs' root mean square is measured.
+        parameters: These parameters, by path, in place of the current (or the snapshot's) ones.
+        buffers: These buffers, by path, in place of the window's (or the snapshot's).
+        inside: Called within the sandbox when the step is done, with what ``calls`` has caught.
+        calls: Paths of modules whose first call's arguments are caught.
 
     Raises:
         ReplayUnavailableError: Nothing was captured, or ``training_step`` takes an iterator.
@@ -148,10 +161,11 @@ def replay(
         )
     indices = tuple(range(len(window.micro_batches)) if micro_batches is None else micro_batches)
     started = time.perf_counter()
-    run = _Run(trainer, module, optimizer, window, dtype, armed, anomaly, backward, weights, watch)
+    run = _Run(trainer, module, optimizer, window, dtype, armed, anomaly, backward, weights, watch, parameters, buffers)
+    run.inside, run.caught_paths = inside, frozenset(calls)
     result = run.execute(indices, keep_grads)
     result.micro_batches = indices
-    if window is current and weights is None and dtype is None:
+    if window is current and weights is None and dtype is None and parameters is None and buffers is None:
         _compare_with_live(trainer, module, window, run, result)
     result.seconds = time.perf_counter() - started
     return result
@@ -172,12 +186,15 @@ class _Run:
         backward: bool,
         weights: Snapshot | None,
         watch: Sequence[str],
+        parameters: Mapping[str, Tensor] | None = None,
+        other_buffers: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.trainer, self.module, self.optimizer, self.window = trainer, module, optimizer, window
         self.dtype, self.armed, self.anomaly, self.with_backward = dtype, armed, anomaly, backward
         self.watch = set(watch)
-        self.substitute = self._weights(weights)
+        self.substitute = self._weights(weights, parameters or {})
         buffers: Mapping[str, Tensor] = window.buffers if weights is None else weights.buffers
+        buffers = {**buffers, **other_buffers} if other_buffers is not None else buffers
         self.buffers = buffers if dtype is None else {n: _cast(b, dtype) for n, b in _all_buffers(module, buffers)}
         self.scale = self._scale()
         self.ends: list[Tensor] = []
@@ -186,16 +203,24 @@ class _Run:
         self.rms: dict[str, Tensor] = {}
         self.micro_batch_losses: list[Tensor] = []
         self.sample_losses: list[Tensor | None] = []
+        self.tokens: list[TokenLosses | None] = []
+        self.sums: list[tuple[int, str, Tensor]] = []
+        self.caught: dict[str, Call] = {}
+        self.inside: Callable[[Mapping[str, Call]], None] | None = None
+        self.caught_paths: frozenset[str] = frozenset()
+        self.index = 0
 
-    def _weights(self, snapshot: Snapshot | None) -> dict[str, Tensor] | None:
+    def _weights(self, snapshot: Snapshot | None, others: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         if snapshot is not None and snapshot.params is None:
             raise ReplayUnavailableError(f"the snapshot of step {snapshot.step} holds no parameters.")
         weights = None if snapshot is None else snapshot.params
+        if others:
+            weights = {**(weights or {}), **others}
         if self.dtype is None:
             return None if weights is None else dict(weights)
         if any(hasattr(p, "_local_tensor") for p in self.module.parameters()):
             raise ReplayUnavailableError("the parameters are sharded; their dtype cannot be changed for a replay.")
-        named = weights if weights is not None else dict(self.module.named_parameters(remove_duplicate=False))
+        named = dict(self.module.named_parameters(remove_duplicate=False)) | dict(weights or {})
         return {n: _cast(p.detach(), self.dtype) for n, p in named.items()}
 
     def _scale(self) -> Tensor | None:
@@ -246,7 +271,10 @@ class _Run:
             norm = _norm(list(grads.values())) if grads else math.nan
             losses = [float(x) for x in self.raw_losses]
             rms = {path: float(x) for path, x in self.rms.items()}
+            sums = [(i, path, float(x)) for i, path, x in self.sums]
             kept = dict(grads)
+            if self.inside is not None:
+                self.inside(self.caught)
         self.grads = kept
         reasons = [
             f"micro-batch {i} was changed in place after its capture"
@@ -261,13 +289,16 @@ class _Run:
             grads=kept if keep_grads else None,
             sample_losses=self.sample_losses,
             origin=origin,
+            tokens=self.tokens,
             activation_rms=rms,
+            sums=sums,
             inexact="; ".join(reasons),
         )
 
     def _micro_batch(self, index: int, trace: OriginTrace | None) -> bool:
         """Run one micro-batch; False when a manual ``training_step`` has reached the step."""
         micro, go_on = self.window.micro_batches[index], True
+        self.index = index
         batch = micro.batch if self.dtype is None else tree_map(lambda x: _cast(x, self.dtype), micro.batch)
         if trace is not None:
             trace.enter_batch(batch, index)
@@ -279,8 +310,9 @@ class _Run:
         precision = (
             self.trainer.precision_plugin.train_step_context() if self.dtype is None else _default_dtype(self.dtype)
         )
+        heard = CrossEntropies()
         try:
-            with precision:
+            with precision, heard:
                 output = self.module.training_step(*arguments)
         except StepReachedError:
             output, go_on = None, False
@@ -296,16 +328,24 @@ class _Run:
         self.raw_losses.append(torch.tensor(math.nan) if raw is None else raw)
         samples = getattr(self.module, "sample_loss_nats", None)
         self.sample_losses.append(samples.detach().float().cpu() if isinstance(samples, Tensor) else None)
+        self.tokens.append(heard.result())
         return go_on
 
     def _watch_modules(self) -> None:
         for path, m in self.module.named_modules():
             if path in self.watch:
                 m.register_forward_hook(self._measure(path))  # on the sandbox's copy of the hooks
+            if path in self.caught_paths:
+                m.register_forward_pre_hook(self._catch(path), with_kwargs=True)
 
     def _measure(self, path: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if path in self.rms or _private.in_backward():
+            if _private.in_backward():  # a checkpointed block runs a second time in the backward
+                return
+            total = total_of(output)
+            if total is not None:
+                self.sums.append((self.index, path, total))
+            if path in self.rms:
                 return
             for out in tensors(output):
                 if out.is_floating_point() and out.numel():
@@ -316,6 +356,14 @@ class _Run:
 
         return hook
 
+    def _catch(self, path: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if path not in self.caught and not _private.in_backward():
+                given = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (args, kwargs))
+                self.caught[path] = Call(module, given[0], given[1], _private.rng_states())
+
+        return hook
+
     def _unscale(self, grads: list[Tensor]) -> None:
         """As the scaler does it: times the float32 of the float64 reciprocal."""
         if self.scale is None or not grads:
@@ -323,6 +371,26 @@ class _Run:
         inverse = self.scale.double().reciprocal().float()
         for grad in grads:
             grad.mul_(inverse.to(grad.device))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a module within a replay: its arguments, detached, and the random states before it."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rng: dict[str, Any]
+
+
+def total_of(output: Any) -> Tensor | None:
+    """Sum over a module's floating-point outputs in float32 or wider: not finite where any of them is not."""
+    total: Tensor | None = None
+    for out in tensors(output):
+        if out.is_floating_point() and out.numel():
+            part = out.detach().sum(dtype=torch.promote_types(out.dtype, torch.float32))
+            total = part if total is None else total + part
+    return total
 
 
 def _norm(grads: list[Tensor]) -> float:

@@ -74,7 +74,10 @@ class Investigation(Known, State, NonFiniteCause, Replicas, Replayed, Data, Comp
             self.given_state,
             self.learning_rate,
             self.replicas,
-            *([self.nonfinite] if nonfinite else [self.moments, self.weights, self.replay_step]),
+            self.initialization,
+            self.moments,
+            self.weights,
+            *([self.nonfinite] if nonfinite else [self.replay_step, self.same_batch, self.reduction, self.computation]),
             *([] if nonfinite else [self.sources, self.other_state]),
         ]
         verdict = None

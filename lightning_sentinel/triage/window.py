@@ -105,6 +105,7 @@ class StepCapture:
         self._attempt = context_of(trainer).attempt
         self._told = False  # somebody calls mark_healthy, so the default judgement is not needed
         self.kept: deque[StepWindow] = deque(maxlen=KEPT_WINDOWS)
+        self.anchors: dict[int, StepWindow] = {}  # by step: healthy windows that start at a full snapshot
         self._undo: Callable[[], None] = _private.intercept_batch_start(trainer, self._on_batch)
 
     def release(self) -> None:
@@ -120,6 +121,7 @@ class StepCapture:
             context.healthy_window = None
         if context.window is not None and context.window.step >= step:
             context.window = None
+        self.anchors = {s: w for s, w in self.anchors.items() if s < step}
         kept = [w for w in self.kept if w.step < step]
         self.kept.clear()
         self.kept.extend(kept)
@@ -129,9 +131,10 @@ class StepCapture:
         if window is None or window is context.healthy_window:
             return
         window.losses = list(context.scratch.get("live_losses", ()))
-        window.boundary_flags = []
+        if not self._is_anchor(context, window):
+            window.boundary_flags = []
         older, context.healthy_window = context.healthy_window, window
-        if older is None:
+        if older is None or older is self.anchors.get(older.step):
             return
         due = (
             not self.kept
@@ -144,6 +147,16 @@ class StepCapture:
             self.kept.append(older)
         else:
             self._free.append(older.buffers)
+
+    def _is_anchor(self, context: RunContext, window: StepWindow) -> bool:
+        """Keep a window that starts at a full snapshot: from that state it must give its own loss again."""
+        steps = {s.step for s in context.snapshots if s.params is not None and not s.mid_accumulation}
+        if self.anchors.keys() - steps:
+            self.anchors = {step: w for step, w in self.anchors.items() if step in steps}
+        if window.step not in steps or window.nbytes > KEPT_BYTES:
+            return False
+        self.anchors[window.step] = window
+        return True
 
     def _looks_healthy(self, context: RunContext) -> bool:
         """Judgement where no incident response gives one: this step's record is finite, its update went in, all is calm."""
@@ -279,6 +292,14 @@ def healthy_windows(trainer: Trainer, before_step: int | None = None) -> list[St
         *reversed(capture.kept if capture else ()),
     ]
     return [w for w in windows if before_step is None or w.step < before_step]
+
+
+def anchor_windows(trainer: Trainer, before_step: int) -> list[StepWindow]:
+    """Healthy windows of earlier steps that start at a full snapshot still at hand, newest first."""
+    capture = _CAPTURES.get(trainer)
+    steps = {s.step for s in context_of(trainer).snapshots if s.params is not None}
+    found = [] if capture is None else [w for s, w in capture.anchors.items() if s < before_step and s in steps]
+    return sorted(found, key=lambda w: -w.step)
 
 
 @torch.no_grad()

@@ -11,7 +11,10 @@ from torch import Tensor
 
 from ..ladder import Ladder
 from ..layers import first_deviation
+from ..replay import ReplayResult
 from ..window import tensors
+
+APART = 0.5  # relative difference of root mean squares from which two layers are apart
 
 
 class Comparisons(Ladder):
@@ -20,20 +23,21 @@ class Comparisons(Ladder):
     def comparisons(self) -> dict[str, Any]:
         """The five comparisons that precede a hypothesis: each with its values, or why it is missing."""
         worst = self.record.worst_rank
-        unrun = "not measured: the verdict needed no replay" if self.trace is None else "the armed replay measures none"
+        unrun = "not measured: the verdict needed no replay"
         main = self.main
         mine: dict[str, Any] = {"token_level_losses": unrun, "activation_norms": unrun}
         replayed = math.nan
         if main is not None:
             replayed = main.grad_norm
-            known = [[round(x, 6) for x in s.tolist()] for s in main.sample_losses if s is not None]
-            mine["token_level_losses"] = known or "not known: training_step sets no module.sample_loss_nats"
+            mine["token_level_losses"] = self._token_losses(main)
             mine["activation_norms"] = main.activation_rms or "not known: the module has no blocks to watch"
         try:
             mine["input_manifest"] = self._manifest()
         except Exception as failure:  # the user's batch: it may hold anything
             mine["input_manifest"] = f"not available: {type(failure).__name__}: {failure}"
         mine["replayed_grad_norm"] = replayed
+        mine["rms"] = {} if main is None else main.activation_rms
+        mine["healthy_rms"] = self.healthy_rms
         everyone = self.peers.gather(mine)
         shown = everyone[worst]
         return {
@@ -52,8 +56,31 @@ class Comparisons(Ladder):
             },
             "activation_norms": shown["activation_norms"],
             "first_deviating_layer": first_deviation([m["activation_norms"] for m in everyone], worst),
+            "first_layer_apart_from_a_healthy_batch": _first_apart(shown["rms"], shown["healthy_rms"]),
             "input_manifest": shown["input_manifest"],
         }
+
+    def _token_losses(self, main: ReplayResult) -> Any:
+        """Losses of samples, and of the tokens with the highest loss, as far as the replay has heard them."""
+        samples = [[round(x, 6) for x in s.tolist()] for s in main.sample_losses if s is not None]
+        tokens = []
+        for index, heard in zip(main.micro_batches, main.tokens, strict=False):
+            if heard is not None and bool(heard.loss.isfinite().any()):
+                top = heard.loss.nan_to_num(nan=-math.inf).topk(min(8, heard.loss.numel()))
+                quantiles = heard.loss[heard.loss.isfinite()].quantile(torch.tensor([0.5, 0.9, 0.99])).tolist()
+                tokens.append(
+                    {
+                        "micro_batch": index,
+                        "median_p90_p99": [round(q, 6) for q in quantiles],
+                        "mean_entropy": round(float(heard.entropy.nanmean()), 6),
+                        "highest": [
+                            (i, round(x, 6)) for x, i in zip(top.values.tolist(), top.indices.tolist(), strict=True)
+                        ],
+                    }
+                )
+        if not samples and not tokens:
+            return "not known: no cross_entropy of torch was called, and training_step sets no module.sample_loss_nats"
+        return {"samples": samples, "tokens": tokens}
 
     def _manifest(self) -> Any:
         """Ids, hash, shapes and integer ranges of this rank's micro-batches; never their content."""
@@ -77,3 +104,14 @@ def _described(tensor: Tensor) -> dict[str, Any]:
     if tensor.numel() and not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool:
         described |= {"min": int(tensor.min()), "max": int(tensor.max())}
     return described
+
+
+def _first_apart(now: dict[str, float], healthy: dict[str, float]) -> str:
+    """First watched module, in forward order, whose activations are far from those of a healthy batch on the same state."""
+    if not now or not healthy:
+        return "not known: no healthy batch was computed on this state"
+    for path, rms in now.items():
+        before = healthy.get(path)
+        if before is not None and not abs(rms - before) <= APART * max(abs(before), 1e-12):
+            return f"{path}: {rms:.4g}, in a healthy batch {before:.4g}"
+    return "none"

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from ...incidents import FindingKind, Verdict, VerdictKind
 from .. import experiments as ex
-from ..ladder import FINE, HIGH, Ladder
+from ..ladder import FINE, HIGH
 from ..nonfinite import ids_of
 from ..window import healthy_windows
+from .damage import Damage
 
 
-class Data(Ladder):
+class Data(Damage):
     """Is it the batch, a source, or the state that it met?"""
 
     def sources(self) -> Verdict | None:
         """Each source's loss before and since: exactly one that moved is the cause, if the weights are in order."""
         records = [r for r in self.context.history if r.step != self.record.step] + [self.record]
+        mixture = ex.mixture_shift(records, self.since)
+        if mixture is not None:
+            return self._mixture(mixture)
         shifts = ex.source_shifts(records, self.since)
         if not shifts:
             return None
@@ -38,6 +44,19 @@ class Data(Ladder):
         return self.verdict(
             VerdictKind.DATA, [f"source:{lone.source}"], sentence, reproducible=True, samples=samples, shift=lone.shift
         )
+
+    def _mixture(self, found: ex.MixtureShift) -> Verdict:
+        """The sources' shares have changed and the sources have not: nothing is wrong with any sample."""
+        self.note(
+            "mixture", "the shares have moved", before=found.before, after=found.after, recomposed=found.recomposed
+        )
+        grown = ", ".join(f"{n} from {found.before[n]:.0%} to {found.after[n]:.0%}" for n in found.grown)
+        sentence = (
+            f"Since step {self.since} the mixture is another one ({grown} of the tokens); over the other sources the loss is"
+            f" {found.recomposed:.4f} nats, as before. No sample is at fault."
+        )
+        culprits = ["mixture", *(f"source:{n}" for n in found.grown)]
+        return self.verdict(VerdictKind.DATA, culprits, sentence, reproducible=True)
 
     def _older_data_is_fine(self, lone: ex.SourceShift) -> bool:
         """Whether a healthy window from before gives its old loss on the current weights."""
@@ -77,13 +96,14 @@ class Data(Ladder):
         if state_change is None:
             return None
         if state_change >= HIGH * height:
-            return self._state_is_damaged(height, state_change)
+            return self.damage(height, state_change)
+        lasting = FindingKind.LEVEL_SHIFT in self.kinds or FindingKind.DIVERGENCE in self.kinds
         if state_change > FINE * height:
-            return None
+            return self.damage(height, state_change) if lasting else None
         contrast, informative = self._contrast_on_snapshot(suspects, height)
         if informative and contrast < HIGH * height:
             return None
-        if FindingKind.LEVEL_SHIFT in self.kinds or FindingKind.DIVERGENCE in self.kinds:
+        if lasting:
             return None  # a level that lasts is no matter of single samples
         return self._data(suspects, height, contrast if informative else None)
 
@@ -114,55 +134,150 @@ class Data(Ladder):
         )
         return contrast, informative
 
-    def _state_is_damaged(self, height: float, change: float) -> Verdict | None:
-        """Healthy data is high, too: since when, and the sentence for it. What damaged the state stays open."""
-        since = self.since
-        snapshot = self._baseline_snapshot()
-        there = None if snapshot is None else self._healthy_change(snapshot)
-        if snapshot is not None and there is not None and there < FINE * height:
-            since = min(since, snapshot.step)
-        sentence = (
-            f"A healthy batch, too, is {change:.4f} nats above its loss: the state is damaged, not the data."
-            + (f" The snapshot of step {since} is in order." if there is not None else "")
-            + " Rates, moments and weights are within what was planned, so what damaged it is open."
-        )
-        return self.verdict(VerdictKind.UNDETERMINED, (), sentence, since=since, reproducible=True, state_change=change)
-
     def _data(self, suspects: Sequence[int], height: float, contrast: float | None) -> Verdict:
-        """The data is hard on every state: the samples that carry the loss."""
-        loud = self.measured("samples", lambda: self._loud_samples() if self.peers.rank in suspects else [])
-        samples = [i for ids in loud or [] for i in ids]
+        """The data is high on every state: the samples that carry the loss, those that are wrong and those that are hard."""
+        loud = self.measured("samples", lambda: self._loud_samples() if self.peers.rank in suspects else _Loud())
+        everyone = loud or []
+        wrong = [i for found in everyone for i in found.wrong]
+        hard = [i for found in everyone for i in found.hard]
         whose = " of rank " + ", ".join(map(str, suspects)) if self.peers.size > 1 else ""
         others = "" if contrast is None else f", and by {contrast:.4f} nats on the weights of an older snapshot"
         sentence = (
             f"The batch{whose} is {height:.4f} nats above the level on the current weights{others};"
             " a healthy batch is as easy as it was."
         )
-        self.note("samples", f"{len(samples)} carry the loss", samples=samples[:64])
-        culprits = [f"sample:{s}" for s in samples]
-        return self.verdict(VerdictKind.DATA, culprits, sentence, reproducible=True, samples=samples, jump=height)
+        places = {k: v for found in everyone for k, v in found.places.items()}
+        surprise = {k: v for found in everyone for k, v in found.surprise.items()}
+        result = f"{len(wrong)} carry the loss" if wrong or not hard else f"{len(hard)} are hard, none is wrong"
+        detail: dict[str, Any] = {"places": places, "surprise": surprise, "source_rank": self._source_ranks()}
+        self.note("samples", result, samples=wrong[:64], hard=hard[:64], **detail)
+        if hard and not wrong:
+            sentence += (
+                " But the model has expected a loss of that height on these tokens: they are hard, not wrong, and nothing is"
+                " to be quarantined."
+            )
+            return self.verdict(
+                VerdictKind.DATA, (), sentence, reproducible=True, jump=height, hard_samples=hard[:64], **detail
+            )
+        source = self._whole_source(suspects, wrong)
+        if source is not None:
+            sentence += (
+                f" All its samples of source {source} are, none of another source, and so it was in the step before."
+            )
+            return self.verdict(
+                VerdictKind.DATA,
+                [f"source:{source}"],
+                sentence,
+                reproducible=True,
+                samples=wrong,
+                jump=height,
+                **detail,
+            )
+        if places:
+            sample, position = next(iter(places.items()))
+            sentence += f" The loss is highest at position {position} of sample {sample}."
+        culprits = [f"sample:{s}" for s in wrong]
+        return self.verdict(
+            VerdictKind.DATA, culprits, sentence, reproducible=True, samples=wrong, jump=height, **detail
+        )
 
-    def _loud_samples(self) -> list[str]:
-        """Ids of this rank's samples whose loss carries the jump; all of the step's where single losses are not known."""
+    def _whole_source(self, suspects: Sequence[int], wrong: Sequence[str]) -> str | None:
+        """The source whose samples are all wrong in this step, two of them at least, and whose loss was high before, too."""
+        window, sources = self.context.window, list(self.record.sources)
+
+        def measure() -> dict[str, list[str]]:
+            mine: dict[str, list[str]] = {}
+            for micro in window.micro_batches if window is not None else ():
+                source = micro.batch.get("source") if isinstance(micro.batch, dict) else None
+                if isinstance(source, Tensor):
+                    for sample, k in zip(ids_of(micro), source.tolist(), strict=True):
+                        mine.setdefault(sources[k], []).append(sample)
+            return mine
+
+        everyone = self.measured("samples by source", measure) if sources else None
+        members: dict[str, list[str]] = {}
+        for rank, mine in enumerate(everyone or []):
+            for name, samples in mine.items():
+                members.setdefault(name, []).extend(samples if rank in suspects else [])
+        concerned = [name for name, samples in members.items() if set(samples) & set(wrong)]
+        if len(concerned) != 1 or len(members[concerned[0]]) < 2 or not set(members[concerned[0]]) <= set(wrong):
+            return None
+        name = concerned[0]
+        losses = [(r.step, r.source_loss(name)) for r in self.context.history if name in r.sources]
+        level, spread = ex.level_before([x for step, x in losses if step < self.since])
+        newer = [x for step, x in losses if self.since <= step < self.record.step and math.isfinite(x)]
+        now = self.record.source_loss(name)
+        high = [x for x in newer if x - level >= HIGH * (now - level) and x - level > 4.0 * spread]
+        return name if newer and len(high) == len(newer) else None
+
+    def _loud_samples(self) -> _Loud:
+        """This rank's samples whose loss carries the jump; all of the step's where single losses are not known."""
         window, result = self.context.window, self.main
         assert window is not None
         assert result is not None
-        loud: list[str] = []
-        base = float(self.base[self.peers.rank])
-        known = [s[s.isfinite()] for s in result.sample_losses if s is not None]
-        peak = max((float(s.max()) for s in known if s.numel()), default=math.nan)
-        for index, losses in zip(result.micro_batches, result.sample_losses, strict=False):
-            micro = window.micro_batches[index]
-            ids = ids_of(micro)
+        found, base = _Loud(), float(self.base[self.peers.rank])
+        rows: list[tuple[str, float, float, int | None]] = []  # id, loss, surprise, loudest position
+        for index, losses, tokens in zip(result.micro_batches, result.sample_losses, result.tokens, strict=False):
+            ids = ids_of(window.micro_batches[index])
+            known = None if tokens is None else tokens.by_sample(len(ids))
+            if losses is None and known is not None:
+                losses = known[0].nanmean(1)
             if losses is None or losses.numel() != len(ids):
-                loud += ids
+                found.wrong += ids
                 continue
-            loud += [i for i, x in zip(ids, losses.tolist(), strict=True) if x - base >= HIGH * (peak - base)]
-        earlier = [
-            i
-            for r in self.context.history
-            if self.since <= r.step < self.record.step
-            and float(r.column("loss_nats")[self.peers.rank]) - base >= HIGH * float(self.jump[self.peers.rank])
-            for i in r.sample_ids
-        ]
-        return [*earlier, *loud]
+            for row, (sample, loss) in enumerate(zip(ids, losses.tolist(), strict=True)):
+                surprise, place = math.nan, None
+                if known is not None and bool(known[0][row].isfinite().any()):
+                    surprise = loss - float(known[1][row].nanmean())
+                    place = int(known[0][row].nan_to_num(nan=-math.inf).argmax())
+                rows.append((sample, loss, surprise, place))
+        peak = max((loss for _, loss, _, _ in rows if math.isfinite(loss)), default=math.nan)
+        for sample, loss, surprise, place in rows:
+            if not loss - base >= HIGH * (peak - base):
+                continue
+            # A trained model expects its own entropy: as much as it is above that, it has been contradicted.
+            is_hard = math.isfinite(surprise) and surprise < HIGH * (loss - base)
+            (found.hard if is_hard else found.wrong).append(sample)
+            if math.isfinite(surprise):
+                found.surprise[sample] = round(surprise, 4)
+            if place is not None and not is_hard:
+                found.places[sample] = place
+        if found.wrong:
+            earlier = [
+                i
+                for r in self.context.history
+                if self.since <= r.step < self.record.step
+                and float(r.column("loss_nats")[self.peers.rank]) - base >= HIGH * float(self.jump[self.peers.rank])
+                for i in r.sample_ids
+            ]
+            found.wrong = [*earlier, *found.wrong]
+        return found
+
+    def _source_ranks(self) -> dict[str, float]:
+        """Share of the earlier batches of each source that were below this one's loss."""
+        ranks = {}
+        for source in self.record.sources:
+            now = self.record.source_loss(source)
+            before = [
+                x for r in self.context.history if source in r.sources and math.isfinite(x := r.source_loss(source))
+            ]
+            if math.isfinite(now) and before:
+                ranks[source] = round(sum(x < now for x in before) / len(before), 4)
+        return ranks
+
+
+@dataclass
+class _Loud:
+    """One rank's samples that carry the jump.
+
+    Attributes:
+        wrong: Ids of those whose loss the model did not expect, or of which that is not known.
+        hard: Ids of those whose loss is what the model expected of them.
+        places: Position of the highest loss by sample.
+        surprise: Loss over expected loss by sample, nats.
+    """
+
+    wrong: list[str] = field(default_factory=list)
+    hard: list[str] = field(default_factory=list)
+    places: dict[str, int] = field(default_factory=dict)
+    surprise: dict[str, float] = field(default_factory=dict)

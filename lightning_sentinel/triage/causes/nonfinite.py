@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 import torch
 
 from ...incidents import FindingKind, Verdict, VerdictKind
 from ...state import lightning_private as _private
 from ...state.tree import local
+from ..alone import Widened, widened
 from ..ladder import Ladder, known_ids
 from ..nonfinite import OPTIMIZER_STATE, REDUCTION, TraceReport, trace_nonfinite
 from ..origin import is_bad
-from ..replay import ReplayUnavailableError
+from ..replay import Call, ReplayUnavailableError
 from ..window import StepWindow
 
 
@@ -45,7 +47,11 @@ class NonFiniteCause(Ladder):
         if tracer is not None and not tracer.replay:
             raise ReplayUnavailableError("NonFiniteTracer was told not to replay (replay=False).")
         trace = trace_nonfinite if tracer is None else tracer.trace
-        return trace(self.trainer, self.module, self.optimizer, self.record, max_forwards=forwards)
+        report = trace(
+            self.trainer, self.module, self.optimizer, self.record, max_forwards=forwards, watch=self.watched
+        )
+        self.main = report.replay
+        return report
 
     def _verdict_of_trace(self, trace: TraceReport, window: StepWindow) -> Verdict:
         since, samples = self._affected(trace, window)
@@ -92,7 +98,10 @@ class NonFiniteCause(Ladder):
                 key = trace.name.partition(" ")[0]
                 return self.verdict(VerdictKind.OPTIMIZATION, [f"optimizer:{key}"], trace.sentence, reproducible=False)
             case _ if trace.kind == REDUCTION:
-                return self.verdict(VerdictKind.NUMERICS, (), trace.sentence, since=since, reproducible=True, **where)
+                culprits = [f"parameter:{trace.name}"] if trace.name else []
+                return self.verdict(
+                    VerdictKind.NUMERICS, culprits, trace.sentence, since=since, reproducible=True, **where
+                )
             case _:
                 return self._not_reproduced(trace, samples)
 
@@ -169,19 +178,53 @@ class NonFiniteCause(Ladder):
         return since, [*earlier.sample_ids, *samples]
 
     def _widen(self, trace: TraceReport) -> str:
-        """Compute the step in float64: finite there means that a range was left, not that the values are undefined."""
-        sharded = any(hasattr(p, "_local_tensor") for p in self.module.parameters())
-        if sharded or not self.affords(1, "wider dtype"):
+        """Wider numbers: finite there means that a range was left, not that the values are undefined.
+
+        First the guilty module alone, from its inputs in the step, in float32 and float64, without autocast; then the whole
+        step in float64.
+        """
+        if any(hasattr(p, "_local_tensor") for p in self.module.parameters()):
             return ""
+        alone = self._widen_alone(trace)
+        if not self.affords(1, "wider dtype"):
+            return alone
         result = self._replay("wider dtype", dtype=torch.float64, micro_batches=[trace.micro_batch])
         if result is None:
-            return ""
+            return alone
         finite = not self.peers.any(not result.finite)
         dtype = (trace.value or {}).get("dtype", "")
         outcome = "finite in float64" if finite else "not finite in float64 either"
         limit = f" It left the range of {dtype}{' (65,504)' if dtype == 'float16' else ''}." if finite else ""
         self.note("wider dtype", outcome, dtype=dtype, loss=result.loss, grad_norm=result.grad_norm)
-        return f" The step is {outcome}.{limit}"
+        return f"{alone} The step is {outcome}.{limit}"
+
+    def _widen_alone(self, trace: TraceReport) -> str:
+        """The module that the trace names, alone from its inputs in the step, in wider numbers."""
+        name = "guilty module alone"
+        known = trace.module in dict(self.module.named_modules()) and bool(trace.module)
+        if not known or not self.affords(1, name):
+            return ""
+        found: list[Widened] = []
+
+        def inside(calls: Mapping[str, Call]) -> None:
+            if trace.module in calls:
+                found.extend(widened(calls[trace.module]))
+
+        chosen = [trace.micro_batch]
+        if self._replay(name, backward=False, micro_batches=chosen, calls=[trace.module], inside=inside) is None:
+            return ""
+        everyone = self.peers.gather([asdict(w) for w in found])
+        mine = next((w for r, w in enumerate(everyone) if w and (trace.rank is None or r == trace.rank)), [])
+        if not mine:
+            self.note(name, "not available", reason="it was not called in the forward")
+            return ""
+        words = "; ".join(
+            f"{'finite' if w['finite'] else 'not finite'} in {w['dtype']} (up to {w['largest']:.4g} from inputs up to"
+            f" {w['largest_input']:.4g})"
+            for w in mine
+        )
+        self.note(name, words, module=trace.module, operator=trace.name, results=mine)
+        return f" Alone, forward, {trace.module} is {words}."
 
     def _newest_finite(self, kind: str, name: str) -> int | None:
         """Step of the newest snapshot, on all ranks, in which this tensor is finite."""

@@ -16,7 +16,7 @@ class Replayed(Ladder):
         """The same step again: equal to the bit, or not."""
         if not self.affords(1, "replay"):
             return None
-        self.main = result = self._replay("replay", keep_grads=False)
+        self.main = result = self._replay("replay", keep_grads=True)
         if result is None:
             return None
         everyone = self.peers.gather((result.bitwise_equal, result.grads_equal, result.loss, self._live_loss(result)))

@@ -44,6 +44,26 @@ class State(Ladder):
         )
         return self.verdict(VerdictKind.OPTIMIZATION, ["optimizer:lr"], sentence, since=since, **detail)
 
+    def initialization(self) -> Verdict | None:
+        """Before the first update the weights are the initial ones: does any matrix blow up what goes through it?"""
+        if self.context.applied_steps > 0:
+            return None
+        everyone = self.measured("initial weights", lambda: ex.oversized_matrices(self.module))
+        if everyone is None:
+            return None
+        found = next((f for f in everyone if f), [])
+        self.note("initial weights", "too large" if found else "of a usual size", gains=dict(found[:8]))
+        if not found:
+            return None
+        name, gain = found[0]
+        sentence = (
+            f"No update has been made yet, and {name} multiplies what goes through it by {gain:.3g} (root mean square times"
+            f" the root of its inputs; initialisations by fan-in give about 1): it was initialised too large."
+        )
+        return self.verdict(
+            VerdictKind.NUMERICS, [f"parameter:{n}" for n, _ in found], sentence, since=0, reproducible=True
+        )
+
     def _points(self) -> list[ex.StatePoint]:
         index = self.trainer.optimizers.index(self.optimizer)
         return ex.state_points(self.snapshots, self.optimizer, index, self.module, self.record.step)
