@@ -32,6 +32,10 @@ DEFAULT_LADDERS: dict[str, tuple[Action, ...]] = {
     "data/cursor": (Action.ROLLBACK_REPLAY, Action.ROLLBACK_REPLAY, Action.STOP),
     # A whole source has changed: back to before, and go on without it.
     "data/source": (Action.ROLLBACK_SKIP, Action.ROLLBACK_SKIP, Action.STOP),
+    # Hard, not wrong; or another mixture of good samples. The update goes in, and nobody is quarantined.
+    "data/hard": (Action.NONE,),
+    # What was given to the step is damaged: no data and no skipping changes that.
+    "numerics/state": (Action.ROLLBACK_REPLAY, Action.ROLLBACK_REPLAY, Action.STOP),
     # The same numbers overflow again: this step cannot be taken.
     "numerics/step": (Action.SKIP_STEP, Action.SKIP_STEP, Action.SKIP_STEP, Action.ROLLBACK_SKIP, Action.STOP),
     # Overflow after overflow: the loss scale is already damaged, so skipping forward is not enough.
@@ -104,17 +108,22 @@ def case_of(
         case VerdictKind.DATA:
             if "cursor" in culprits:
                 return "data/cursor"
+            if "mixture" in culprits or (not culprits and "hard_samples" in verdict.evidence):
+                return "data/hard"
             if named("source:"):
                 return "data/source"
             return "data/neutralised" if neutralised else "data/samples"
         case VerdictKind.NUMERICS:
-            return "numerics/scale" if scaled and kinds & NONFINITE else "numerics/step"
+            if scaled and kinds & NONFINITE:
+                return "numerics/scale"
+            given = named("parameter:", "buffer:") and verdict.evidence.get("phase") != "reduction"
+            return "numerics/state" if given else "numerics/step"
         case VerdictKind.INFRASTRUCTURE:
             if FindingKind.REPLICA_DRIFT in kinds:
                 return "infrastructure/rank"  # whoever it was: only an older state is the same everywhere
-            if verdict.reproducible is False and kinds & NONFINITE:
+            if verdict.reproducible is False:
                 return "infrastructure/transient"
-            return "infrastructure/rank" if named("rank:") else "infrastructure/transient"
+            return "infrastructure/rank" if named("rank:", "buffer:", "parameter:") else "infrastructure/transient"
         case VerdictKind.OPTIMIZATION:
             if named("scheduler"):
                 return "optimization/scheduler"

@@ -25,6 +25,7 @@ class Case(L.Callback):
         duration: Steps on which it strikes; None for all that follow.
         patience: Steps after the first strike until the case is given up as not found.
         named: What has to be named, filled as the fault strikes.
+        instead: What may be named in its place: the samples that were hurt, where only their source tells all.
     """
 
     kind: ClassVar[str]
@@ -39,6 +40,7 @@ class Case(L.Callback):
         self.seed, self.world_size = seed, world_size
         self.rank = self.ranks[world_size]
         self.named: set[str] = set(self.culprits)
+        self.instead: set[str] = set()
         self.fired = 0
 
     @classmethod

@@ -121,6 +121,7 @@ class LevelShift(Case):
             table = torch.arange(VOCABULARY)
             table[:TEXT] = torch.randperm(TEXT, generator=torch.Generator().manual_seed(salt))
             tokens[row] = table[tokens[row]]
+            self.instead.add(f"sample:{batch['sample_id'][row]}")
         batch["input_ids"], batch["targets"] = tokens[:, :-1].clone(), tokens[:, 1:].clone()
 
 
@@ -655,7 +656,7 @@ class PoorInitialization(Case):
     def world(self) -> World:
         world = World(self.seed)
         world.start = 0
-        world.model.head.weight.data.mul_(1e39)
+        world.model.head.weight.data.mul_(1e38)
         return world
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_sentinel import BatchValidator, Rollback
 from lightning_sentinel.callbacks.defaults import default_callbacks
@@ -70,10 +71,12 @@ class _Umpire(L.Callback):
     """Ends the run when the first incident after the strike has its verdict, or when patience is over."""
 
     def __init__(self, case: Case) -> None:
-        self.case = case
+        self.case, self.known = case, None
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         incidents = [i for i in context_of(trainer).incidents if i.opened_step >= self.case.at]
+        if self.known is None and incidents and incidents[0].verdict.culprits:
+            self.known = set(self.case.named)  # who can be named: not those that are hurt later
         done = trainer.global_step >= self.case.at + self.case.patience
         if incidents:
             settle = SETTLE if incidents[0].verdict.culprits else UNSETTLED
@@ -107,8 +110,9 @@ def run_case(name: str, seed: int, ranks: int = 1) -> Outcome:
     world = case.world()
     options: dict[str, Any] = {"devices": 1}
     if ranks > 1:
-        strategy = L.pytorch.strategies.DDPStrategy(process_group_backend="gloo", find_unused_parameters=False)
+        strategy = DDPStrategy(process_group_backend="gloo", find_unused_parameters=False)
         options = {"devices": ranks, "strategy": strategy, "use_distributed_sampler": False}
+    umpire = _Umpire(case)
     trainer = L.Trainer(
         max_steps=case.at + case.patience + 1,
         accelerator="cpu",
@@ -116,13 +120,13 @@ def run_case(name: str, seed: int, ranks: int = 1) -> Outcome:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[case, *case.suite(suite()), _Umpire(case)],
+        callbacks=[case, *case.suite(suite()), umpire],
         gradient_clip_val=1.0 if not case.fp16 else None,
         **options | case.options(),
     )
     sink = context_of(trainer).journal = Sink()
     trainer.fit(world, case.loader())
-    named, fired = case.named, case.fired
+    named, fired = case.named if umpire.known is None else umpire.known, case.fired
     if ranks > 1:
         everyone: list[Any] = [None] * ranks
         torch.distributed.all_gather_object(everyone, (named, fired))
@@ -140,8 +144,8 @@ def judge(case: Case, named: set[str], incidents: list[Incident], verdicts: list
     chosen = after[0] if after else None
     kind = str(chosen.verdict.kind) if chosen else "none"
     culprits = list(chosen.verdict.culprits) if chosen else []
-    outcome = grade(case.kind, named, kind, culprits)
-    ways = [grade(case.kind, named, v["kind"], list(v["culprits"])) for v in verdicts]
+    outcome = grade(case.kind, named, kind, culprits, case.instead)
+    ways = [grade(case.kind, named, v["kind"], list(v["culprits"]), case.instead) for v in verdicts]
     if early or "wrong" in ways:
         outcome = "wrong"
     return Outcome(
@@ -160,8 +164,10 @@ def judge(case: Case, named: set[str], incidents: list[Incident], verdicts: list
     )
 
 
-def grade(expected: str, named: set[str], kind: str, culprits: list[str]) -> str:
+def grade(expected: str, named: set[str], kind: str, culprits: list[str], instead: set[str] | None = None) -> str:
     """Right: the kind, every culprit, at least half of the samples, and nobody innocent."""
+    if instead and kind == expected and culprits and set(culprits) <= instead:
+        return "right"
     if expected == "none" and kind == "none":
         return "right"
     if kind in ("none", "undetermined"):

@@ -20,6 +20,7 @@ from ..state.lightning_private import train_loaders
 from .base import SentinelCallback, ledger_of
 
 NAMED = 8  # samples written out in a message
+LASTING_REPEATS = 3  # batches in a row, half of each repeated, from which repeats are an incident
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,10 @@ class BatchValidator(SentinelCallback):
         self._run_place = -1  # place in memory of the newest sample of a run that repeats in order; -1: no run
         self._run_length = 0
         self._run_since = -1
+        self._lasting: list[
+            tuple[int, list[str]]
+        ] = []  # steps and repeated samples of the newest batches in a row of which
+        # half or more was repeated
         self._window_ids: list[str] = []
         self._window_findings: list[Finding] = []
         self._window: tuple[int, int] | None = None
@@ -151,6 +156,7 @@ class BatchValidator(SentinelCallback):
             "seen": self._seen.state_dict(),
             "epoch": self._epoch,
             "run": [self._run_place, self._run_length, self._run_since],
+            "lasting": [[step, list(names)] for step, names in self._lasting],
             "window_ids": list(self._window_ids),
             "window_findings": [finding.to_dict() for finding in self._window_findings],
         }
@@ -159,6 +165,9 @@ class BatchValidator(SentinelCallback):
         self._seen.load_state_dict(state_dict["seen"])
         self._epoch = state_dict["epoch"]
         self._run_place, self._run_length, self._run_since = state_dict["run"]
+        self._lasting = [
+            (step, list(names)) for step, names in state_dict.get("lasting", ())
+        ]  # checkpoints from before it was counted have none
         self._window_ids = list(state_dict["window_ids"])
         self._window_findings = [Finding.from_dict(finding) for finding in state_dict["window_findings"]]
 
@@ -350,13 +359,17 @@ class BatchValidator(SentinelCallback):
         self, ids: Sequence[str], passes: Sequence[int], step: int, rank: int, trusted: bool
     ) -> Iterator[Finding]:
         drawn = list(zip(ids, passes, strict=True))
+        keys = self._seen.keys(ids, passes)
+        places = self._seen.find(keys)
+        again = places >= 0
+        counts = Counter(drawn)
+        repeated = [d for d, old in zip(drawn, again.tolist(), strict=True) if old or counts[d] > 1]
+        lasts = trusted and len(drawn) > 1 and 2 * len(repeated) >= len(drawn)
+        self._lasting = [*self._lasting[-63:], (step, sorted({name for name, _ in repeated}))] if lasts else []
         # equal content is no proof of an equal sample, so single repeats of content hashes say nothing
         if trusted and len(set(drawn)) < len(drawn):
             twice = [name for (name, _), count in Counter(drawn).items() if count > 1]
             yield self._repeat_finding(twice, "more than once in this batch", step, rank, ids)
-        keys = self._seen.keys(ids, passes)
-        places = self._seen.find(keys)
-        again = places >= 0
         if again.any() and again[self._seen.kept(keys)].all():
             self._follow(places[again], step)
         else:
@@ -431,15 +444,13 @@ class BatchValidator(SentinelCallback):
             "samples": len(ids),
             "in_order": False,
         }
-        return self._finding(
-            f"rank {rank}: {len(names)} of {len(ids)} samples {how}: {_names(names)}",
-            step,
-            rank,
-            names,
-            evidence,
-            Severity.ALARM,
-            FindingKind.REPEATED_SAMPLES,
-        )
+        message = f"rank {rank}: {len(names)} of {len(ids)} samples {how}: {_names(names)}"
+        severity = Severity.ALARM
+        if len(self._lasting) >= LASTING_REPEATS:
+            severity = Severity.INCIDENT
+            message += f"; half or more of each batch since step {self._lasting[0][0]} was repeated"
+            names = list(dict.fromkeys(name for _, repeated in self._lasting for name in repeated))
+        return self._finding(message, step, rank, names, evidence, severity, FindingKind.REPEATED_SAMPLES)
 
 
 def _check(

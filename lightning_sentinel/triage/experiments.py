@@ -375,6 +375,24 @@ def update_size(
     }
 
 
+def stride(before: Snapshot, after: Snapshot) -> float:
+    """How far the weights went per step between two snapshots, relative to their size."""
+    return stride_between(before.params or {}, after.params or {}, after.step - before.step)
+
+
+def stride_between(before: Mapping[str, Tensor], after: Mapping[str, Tensor], steps: int) -> float:
+    """Median over the weight matrices of the movement's over the weight's root mean square, per step."""
+    found = []
+    for name, p in before.items():
+        if name in after and p.dim() > 1 and p.is_floating_point():
+            old = local(p.detach()).double()
+            new = local(after[name].detach()).to(old.device).double()
+            size = _rms(old)
+            if size > 0 and old.shape == new.shape:
+                found.append(_rms(new - old) / size)
+    return float(np.median(found)) / max(steps, 1) if found else 0.0
+
+
 def _rms(x: Tensor) -> float:
     return math.sqrt(float(x.square().mean())) if x.numel() else 0.0
 

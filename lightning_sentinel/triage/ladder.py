@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ..context import context_of
 from ..incidents import Experiment, Finding, FindingKind, Incident, Verdict, VerdictKind
-from ..record import FloatArray, StepRecord
+from ..record import StepRecord
 from . import experiments as ex
 from .nonfinite import TraceReport, ids_of, worst_micro_batches
 from .peers import Peers
@@ -69,7 +69,6 @@ class Ladder:
         self.main: ReplayResult | None = None
         self.trace: TraceReport | None = None
         self.healthy_rms: dict[str, float] = {}  # of a healthy batch on the current state, by module
-        self.replay_noise: FloatArray | None = None  # nats by rank that a healthy step's replay differs from it
         losses = self._losses_by_rank()
         levels = [ex.level_before(column) for column in losses]
         self.base = np.array([level for level, _ in levels])

@@ -122,6 +122,7 @@ def test_a_bad_batch_is_data_and_all_its_samples_are_named() -> None:
         "gradient_norms",
         "activation_norms",
         "first_deviating_layer",
+        "first_layer_apart_from_a_healthy_batch",
         "input_manifest",
     }
     assert verdict.evidence["comparisons"]["first_deviating_layer"] is None  # one rank: nobody to compare with
@@ -296,7 +297,8 @@ def test_the_budget_is_kept_and_said() -> None:
     assert verdict.kind is VerdictKind.UNDETERMINED
     assert verdict.evidence["forwards"] == 1
     assert [e.name for e in verdict.experiments if e.result == "not run: budget spent"] == [
-        "healthy batch, current weights"
+        "healthy step from its own snapshot",
+        "healthy batch, current weights",
     ]
 
 

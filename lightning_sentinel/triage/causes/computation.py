@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,62 +28,84 @@ PART_OFF = 0.05  # how far a rank's part in the reduced gradient may be from 1
 SLOPE_WRONG = 0.2  # relative disagreement of gradient and finite difference over the whole model
 
 
+ANCHOR = "healthy step from its own snapshot"
+
+
+@dataclass(frozen=True)
+class Anchored:
+    """A healthy step's replay from the snapshot at which it starts.
+
+    Attributes:
+        window: What was replayed.
+        result: What came out on this rank.
+        changes: By rank: replayed minus live loss, nats.
+        norms: By rank: relative difference of the gradient norms; NaN where they are not to be compared.
+    """
+
+    window: StepWindow
+    result: ReplayResult
+    changes: list[float]
+    norms: list[float]
+
+
 class Computation(Ladder):
     """Same inputs, same state, another result."""
 
+    _anchored: Anchored | None = None
+    _anchor_is_known = False
+
     def computation(self) -> Verdict | None:
         """A healthy step from before, from its own snapshot: it must give its loss again, and so must its modules."""
-        anchored = self._anchor()
+        anchored = self.anchor()
         if anchored is None:
             return None
-        window, result, changes, norms = anchored
-        self.replay_noise = np.abs(changes)
         height = float(np.nanmax(np.where(np.isfinite(self.jump), self.jump, -np.inf)))
-        gone = [
-            r
-            for r, c in enumerate(changes)
-            if not abs(c) <= max(4.0 * float(np.nan_to_num(self.noise[r])), FINE * height)
-        ]
-        backward = [r for r, n in enumerate(norms) if n > NORM_PARTED] if not gone else []
+        usual = np.nan_to_num(self.noise)
+        gone = [r for r, c in enumerate(anchored.changes) if not abs(c) <= max(4.0 * float(usual[r]), FINE * height)]
+        backward = [r for r, n in enumerate(anchored.norms) if n > NORM_PARTED] if not gone else []
         outcome = "gives another loss" if gone else "gives another gradient" if backward else "gives its loss again"
-        first = self._first_parted(window, result, gone)
+        first = self._first_parted(anchored.window, anchored.result, gone)
         self.note(
-            "healthy step from its own snapshot",
+            ANCHOR,
             outcome,
-            step=window.step,
-            changes=[float(c) for c in changes],
-            gradient_changes=[float(n) for n in norms],
+            step=anchored.window.step,
+            changes=[float(c) for c in anchored.changes],
+            gradient_changes=[float(n) for n in anchored.norms],
             first_parted=first,
         )
         if backward:
             return self.backward()
-        if not gone:
-            return None
-        return self._changed(window, gone, first, changes)
+        return self._changed(anchored.window, gone, first, anchored.changes) if gone else None
 
-    def _anchor(self) -> tuple[StepWindow, ReplayResult, np.ndarray[Any, Any], np.ndarray[Any, Any]] | None:
-        name = "healthy step from its own snapshot"
+    def anchor(self) -> Anchored | None:
+        """Replay the newest healthy step that starts at a full snapshot; once, whoever asks."""
+        if not self._anchor_is_known:
+            self._anchored, self._anchor_is_known = self._replay_anchor(), True
+        return self._anchored
+
+    def _replay_anchor(self) -> Anchored | None:
         windows = {w.step: w for w in anchor_windows(self.trainer, self.since)}
         snapshots = {s.step: s for s in self.snapshots if not s.mid_accumulation}
         common = set.intersection(*map(set, self.peers.gather([s for s in windows if s in snapshots])))
         if not common:
-            self.note(name, "not run: no healthy step that starts at a snapshot is kept")
+            self.note(ANCHOR, "not run: no healthy step that starts at a snapshot is kept")
             return None
         step = max(common)
-        if not self.affords(1, name):
+        if not self.affords(1, ANCHOR):
             return None
-        result = self._replay(name, windows[step], weights=snapshots[step])
+        window = windows[step]
+        result = self._replay(ANCHOR, window, weights=snapshots[step])
         if result is None:
             return None
-        live = [float(windows[step].losses[i]) for i in result.micro_batches if i < len(windows[step].losses)]
+        live = [float(window.losses[i]) for i in result.micro_batches if i < len(window.losses)]
         mine = result.loss - sum(live) / len(live) if live else math.nan
         known = {r.step: r.grad_norm for r in self.context.history}.get(step, math.nan)
-        whole = len(result.micro_batches) == len(windows[step].micro_batches)
+        whole = len(result.micro_batches) == len(window.micro_batches)
         # Under several ranks the live norm is that of the reduced gradient, with which a local one is not to be compared.
         comparable = self.peers.size == 1 and whole and known > 0
         norm = abs(result.grad_norm / known - 1.0) if comparable else math.nan
         everyone = self.peers.gather((mine, norm))
-        return windows[step], result, np.array([c for c, _ in everyone]), np.array([n for _, n in everyone])
+        return Anchored(window, result, [c for c, _ in everyone], [n for _, n in everyone])
 
     def _first_parted(self, window: StepWindow, result: ReplayResult, gone: Sequence[int]) -> str:
         """First watched module, in forward order, whose output is another one than in the live step, on the first rank."""
@@ -95,9 +118,7 @@ class Computation(Ladder):
                 break
         return next((path for path in self.peers.gather(mine) if path), "")
 
-    def _changed(
-        self, window: StepWindow, gone: Sequence[int], first: str, changes: np.ndarray[Any, Any]
-    ) -> Verdict | None:
+    def _changed(self, window: StepWindow, gone: Sequence[int], first: str, changes: Sequence[float]) -> Verdict | None:
         """Not what it was: does it at least give the same each time?"""
         snapshot = next(s for s in self.snapshots if s.step == window.step)
         again = None

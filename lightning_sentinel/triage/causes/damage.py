@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ CURED = 0.3  # share of the damage that may be left where a part of the state wa
 QUIET = 100.0  # growth of the gradients over the root of their second moments from which epsilon should have held the update
 RATIO = 1.0  # update over rate of an element: Adam's steady state stays below
 TOO_FAR = 0.1  # update over weight, root mean squares, in one step; usual is about 1e-3
+STRIDE = 0.03  # the same over the way between two snapshots, per step: updates cancel in part
 
 
 class Damage(Computation):
@@ -152,6 +154,8 @@ class Damage(Computation):
         if everyone is None or everyone[0] is None:
             return None
         found = everyone[0]
+        points = [s for s in self.snapshots if s.step >= since] or []
+        strides = self.peers.gather([ex.stride(a, b) for a, b in pairwise(points)] + self._last_stride(points))
         rates = [actual for step, _, actual in self.context.rates if step <= self.record.step]
         early = found["updates"] <= 2.0 / (1.0 - found["beta2"])
         peak = max((max(r, default=0.0) for r in rates), default=0.0)
@@ -168,10 +172,12 @@ class Damage(Computation):
             return self.verdict(
                 VerdictKind.OPTIMIZATION, ["optimizer:eps"], sentence, since=since, reproducible=True, **found
             )
-        if found["relative"] >= TOO_FAR:
+        found["stride"] = max(strides[0] or [0.0])
+        if found["relative"] >= TOO_FAR or found["stride"] >= STRIDE:
+            largest = max(found["relative"], found["stride"])
             self.note(name, "too large for the weights", steps_to_peak=steps_to_peak, **found)
             sentence = (
-                f"One update moves the weights by {100 * found['relative']:.0f} % of their size (usual is about 0.1 %), at a"
+                f"One update moves the weights by {100 * largest:.0f} % of their size (usual is about 0.1 %), at a"
                 f" rate of {peak:.4g} that is what the schedule says."
                 + (f" It was reached after {steps_to_peak} steps: the warm-up is missing." if abrupt else "")
             )
@@ -180,6 +186,13 @@ class Damage(Computation):
             )
         self.note(name, "usual", **found)
         return None
+
+    def _last_stride(self, points: Sequence[Snapshot]) -> list[float]:
+        """Relative movement of the weights per step from the newest of these snapshots to now."""
+        if not points or points[-1].step >= self.record.step:
+            return []
+        now = {n: local(p.detach()) for n, p in self.module.named_parameters()}
+        return [ex.stride_between(points[-1].params or {}, now, self.record.step - points[-1].step)]
 
     def _optimizer_states(self, snapshot: Snapshot | None) -> Mapping[int, Mapping[str, Any]]:
         if snapshot is None or self.optimizer not in self.trainer.optimizers:

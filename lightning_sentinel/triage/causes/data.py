@@ -242,7 +242,7 @@ class Data(Damage):
                 found.surprise[sample] = round(surprise, 4)
             if place is not None and not is_hard:
                 found.places[sample] = place
-        if found.wrong:
+        if found.wrong and len(found.wrong) == len(rows):  # all are: then those of the high steps before count, too
             earlier = [
                 i
                 for r in self.context.history

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 
 from ...incidents import Verdict, VerdictKind
-from ..ladder import HIGH, Ladder
+from ..ladder import HIGH
 from ..replay import ReplayResult
+from .computation import Computation
+
+REPEATS = 2  # further replays that tell a one-off from a rank that wavers
 
 
-class Replayed(Ladder):
+class Replayed(Computation):
     """Same weights, same micro-batches, same random states, on every rank."""
 
     def replay_step(self) -> Verdict | None:
@@ -31,19 +34,40 @@ class Replayed(Ladder):
         if all(equal):
             self.note("replay", "equal to the bit", **detail)
             return None
-        # Only a difference that makes up for the jump convicts; less may be the kernels' own noise.
+        again = self._again()
+        noise = self._noise()
+        live = [x for _, _, _, x in everyone]
+        # Only a difference that makes up for the jump convicts, and only beyond the noise of healthy steps' replays.
         gone = [
-            rank
-            for rank, (bits, _, again, live) in enumerate(everyone)
-            if bits is False and live - again >= HIGH * self.jump[rank] > 0 and self._is_jump(rank)
+            r
+            for r in range(self.peers.size)
+            if equal[r] is False
+            and live[r] - losses[r] >= max(HIGH * float(self.jump[r]), 4.0 * noise[r])
+            and self._is_jump(r)
         ]
-        self.note("replay", "the jump is gone" if gone else "not equal to the bit, but as high", **detail)
-        reasons = self._why_inexact() if gone else []
-        if not gone or reasons:
+        spread = [max(column) - min(column) for column in zip(losses, *again, strict=True)]
+        wavering = [r for r, width in enumerate(spread) if equal[r] is False and width > 4.0 * noise[r]]
+        steady = [r for r in range(self.peers.size) if equal[r]]
+        detail |= {"again": again, "noise": noise, "spread": spread}
+        outcome = "the jump is gone" if gone else "not equal to the bit, but as high"
+        self.note("replay", outcome, one_off=[r for r in gone if r not in wavering], wavering=wavering, **detail)
+        # Without a rank that gives the same each time, a computation that wavers is judged by a healthy step (see there).
+        flaky = [r for r in wavering if steady and r not in gone and self._is_jump(r)]
+        if not (gone or flaky) or self._why_inexact():
             return None
+        if flaky and not gone:
+            sentence = (
+                f"Rank {', '.join(map(str, flaky))} gives another loss every time the same step is computed (within"
+                f" {max(spread[r] for r in flaky):.4g} nats); rank {steady[0]} gives its own to the bit."
+            )
+            return self.verdict(
+                VerdictKind.INFRASTRUCTURE, [f"rank:{r}" for r in flaky], sentence, reproducible=False, spread=spread
+            )
+        once = gone[0] not in wavering
+        how = f"went wrong once; {1 + len(again)} replays agree" if once else "gives something else each time"
         sentence = (
             f"The replay of the same step gives {losses[gone[0]]:.4f} nats on rank {gone[0]}, the step gave"
-            f" {everyone[gone[0]][3]:.4f}: its computation went wrong once."
+            f" {live[gone[0]]:.4f}: its computation {how}."
         )
         return self.verdict(
             VerdictKind.INFRASTRUCTURE,
@@ -51,7 +75,27 @@ class Replayed(Ladder):
             sentence,
             since=self.record.step,
             reproducible=False,
+            one_off=once,
         )
+
+    def _again(self) -> list[list[float]]:
+        """Losses by rank of further replays of the step, forward only."""
+        found = []
+        for _ in range(REPEATS):
+            if not self.affords(1, "replay once more"):
+                break
+            result = self._replay("replay once more", backward=False)
+            if result is None:
+                break
+            found.append(self.peers.gather(result.loss))
+        return found
+
+    def _noise(self) -> list[float]:
+        """By rank: how far the replay of a healthy step of this run is from that step, in nats; 0 where not known."""
+        anchored = self.anchor()
+        if anchored is None:
+            return [0.0] * self.peers.size
+        return [abs(float(c)) if math.isfinite(c) else 0.0 for c in anchored.changes]
 
     def _live_loss(self, result: ReplayResult) -> float:
         """Mean of the live losses of the micro-batches that were replayed."""

@@ -1,0 +1,71 @@
+"""Two processes that run cases together, one after the other; ``python -m triage_matrix.ranks FILE name:seed ...``."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+WORLD = 2
+ROOT = Path(__file__).parents[1]
+
+
+def run_together(cases: Sequence[tuple[str, int]], file: Path, timeout: float = 1800.0) -> list[dict[str, Any]]:
+    """Outcomes of these cases on two ranks, as rank 0 wrote them down. A case that crashed is one with ``error``."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    paths = os.pathsep.join([str(ROOT), str(ROOT.parent / "examples"), os.environ.get("PYTHONPATH", "")])
+    processes = []
+    for rank in range(WORLD):
+        environment = os.environ | {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "LOCAL_RANK": str(rank),
+            "NODE_RANK": "0",
+            "WORLD_SIZE": str(WORLD),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": paths,
+        }
+        command = [sys.executable, "-m", "triage_matrix.ranks", str(file), *(f"{n}:{s}" for n, s in cases)]
+        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
+    try:
+        codes = [p.wait(timeout=timeout) for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+    outcomes = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    if any(codes) and len(outcomes) < len(cases):
+        name, seed = cases[len(outcomes)]
+        raise RuntimeError(f"case {name}, seed {seed}, ended the processes with exit codes {codes}")
+    return outcomes
+
+
+def main() -> None:
+    import torch
+
+    from .run import quiet, run_case
+
+    quiet()
+    file, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
+    for case in sys.argv[2:]:
+        name, _, seed = case.partition(":")
+        try:
+            outcome = run_case(name, int(seed), WORLD).to_dict()
+        except Exception:
+            traceback.print_exc()
+            raise SystemExit(1) from None
+        if rank == 0:
+            with file.open("a") as lines:
+                lines.write(json.dumps(outcome, default=str) + "\n")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
