@@ -16,6 +16,7 @@ from torch import Tensor
 from ..data.identity import IGNORE_INDEX, Part, SampleIdFn, has_own_ids, is_integer, parts, sample_ids
 from ..data.seen import SeenSamples
 from ..incidents import Finding, FindingKind, Severity
+from ..limits import check_limits
 from ..state.lightning_private import train_loaders
 from .base import SentinelCallback, ledger_of
 
@@ -91,8 +92,7 @@ class BatchValidator(SentinelCallback):
         neutralise: bool = False,
         max_remembered: int = 1_048_576,
     ) -> None:
-        if vocabulary_size is not None and vocabulary_size < 1:
-            raise ValueError(f"vocabulary_size is {vocabulary_size}, expected at least 1, or None for no upper bound")
+        check_limits("BatchValidator", locals())
         if vocabulary_size is not None and 0 <= ignore_index < vocabulary_size:
             raise ValueError(
                 f"ignore_index is {ignore_index}, a token of the vocabulary of {vocabulary_size}; expected a value outside it"

@@ -21,6 +21,7 @@ from ..checkpoint.resumed import ResumedRun
 from ..checkpoint.store import CheckpointStore
 from ..incidents import Finding
 from ..journal import redact
+from ..limits import check_limits
 from ..state import lightning_private as private
 from ..state.snapshot import resume
 from .base import SentinelCallback, gather_objects, note_restart
@@ -93,15 +94,7 @@ class ForensicCheckpoint(SentinelCallback):
         run_dir: str | Path | None = None,
         compare_steps: int = 8,
     ) -> None:
-        for name, value, least in (
-            ("every_n_steps", every_n_steps, 0),
-            ("keep", keep, 1),
-            ("probation_steps", probation_steps, 0),
-            ("compare_steps", compare_steps, 0),
-            ("keep_every_tokens", 1 if keep_every_tokens is None else keep_every_tokens, 1),
-        ):
-            if value < least:
-                raise ValueError(f"ForensicCheckpoint: {name} is {value}, expected at least {least}.")
+        check_limits("ForensicCheckpoint", locals())
         self.every_n_steps, self.keep, self.keep_every_tokens = every_n_steps, keep, keep_every_tokens
         self.probation_steps = probation_steps
         self.resume = resume

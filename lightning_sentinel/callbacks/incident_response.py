@@ -16,6 +16,7 @@ from ..actuator import Actuator
 from ..bundle.writing import BundleWriter
 from ..context import RunContext
 from ..incidents import Action, Finding, FindingKind, Incident, IncidentStatus, Severity, Verdict, VerdictKind
+from ..limits import check_limits
 from ..policy import NEEDS_ROLLBACK, REPORT_ONLY, Choice, Policy, Situation, case_of
 from ..record import StepRecord
 from ..recovery import IncidentWatch
@@ -111,18 +112,8 @@ class IncidentResponse(SentinelCallback):
         bundle_bytes: int = 8 * 2**30,
         exit_on_stop: bool = True,
     ) -> None:
+        check_limits("IncidentResponse", locals())
         self.policy = Policy(mode, dict(ladders or {}), dict(budgets or {}), budget_steps)
-        for name, value, ok, expected in (
-            ("probation_steps", probation_steps, probation_steps >= 1, "at least 1"),
-            ("recovered_z", recovered_z, recovered_z > 0, "more than 0"),
-            ("lr_factor", lr_factor, 0 < lr_factor < 1, "between 0 and 1"),
-            ("lr_steps", lr_steps, lr_steps >= 1, "at least 1"),
-            ("max_forwards", max_forwards, max_forwards >= 0, "0 or more"),
-            ("max_seconds", max_seconds, max_seconds > 0, "more than 0"),
-            ("bundle_bytes", bundle_bytes, bundle_bytes >= 0, "0 or more"),
-        ):
-            if not ok:
-                raise ValueError(f"IncidentResponse: {name} is {value}, expected {expected}.")
         self.probation_steps = probation_steps
         self.recovered_z = recovered_z
         self.lr_factor, self.lr_steps, self.lr_permanent = lr_factor, lr_steps, lr_permanent

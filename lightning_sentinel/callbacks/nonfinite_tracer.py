@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..incidents import Finding, FindingKind, Severity
+from ..limits import check_limits
 from ..record import StepRecord
 from ..state import lightning_private as _private
 from ..state.tree import local
@@ -78,10 +79,7 @@ class NonFiniteTracer(SentinelCallback):
                 f"NonFiniteTracer: boundaries is {boundaries!r}, expected 'auto' or a list of module path patterns,"
                 f" e.g. [{boundaries!r}]."
             )
-        if every_n < 1:
-            raise ValueError(f"NonFiniteTracer: every_n is {every_n}, expected 1 or more.")
-        if max_traces < 0:
-            raise ValueError(f"NonFiniteTracer: max_traces is {max_traces}, expected 0 or more.")
+        check_limits("NonFiniteTracer", locals())
         self.boundaries, self.every_n, self.anomaly, self.max_traces = boundaries, every_n, anomaly, max_traces
         self.replay = replay
         self.reports: list[TraceReport] = []

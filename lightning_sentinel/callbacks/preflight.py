@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from .. import preflight as checks
 from ..data.identity import is_integer, parts
 from ..incidents import Finding
+from ..limits import check_limits
 from ..preflight import CHECKS, NOTE, WARNING, OutputWidth, Remark, Weights
 from ..record import StepRecord
 from ..state.tree import local
@@ -96,10 +97,7 @@ class Preflight(SentinelCallback):
         unknown = sorted(set(skip or ()) - set(CHECKS))
         if unknown:
             raise ValueError(f"Preflight: skip names {', '.join(unknown)}, expected some of {', '.join(CHECKS)}.")
-        if vocabulary_size is not None and vocabulary_size < 2:
-            raise ValueError(f"Preflight: vocabulary_size is {vocabulary_size}, expected at least 2 or None.")
-        if checkpoints is not None and checkpoints < 0:
-            raise ValueError(f"Preflight: checkpoints is {checkpoints}, expected 0 or more, or None.")
+        check_limits("Preflight", locals())
         self.strict, self.skip = strict, tuple(skip or ())
         self.vocabulary_size, self.checkpoints = vocabulary_size, checkpoints
         self.remarks: list[Remark] = []

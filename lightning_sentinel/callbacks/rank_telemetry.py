@@ -21,6 +21,7 @@ from ..context import context_of
 from ..data.identity import sample_ids, supervised_token_count, token_count
 from ..detectors.nonfinite import NonFinite
 from ..incidents import Finding, Severity
+from ..limits import check_limits
 from ..record import SIGNAL_INDEX, SIGNALS, SOURCE_LOSS, SOURCE_TOKENS, StepRecord, source_signals
 from ..state.lightning_private import scaler_of, train_loaders
 from ..state.tree import local
@@ -122,12 +123,7 @@ class RankTelemetry(SentinelCallback):
         sample_id_fn: Callable[[Any], Sequence[str | int]] | None = None,
         sources: Sequence[str] | None = None,
     ) -> None:
-        if update_norm_every_n_steps < 0:
-            raise ValueError(
-                f"RankTelemetry: update_norm_every_n_steps is {update_norm_every_n_steps}, expected 0 (never) or more."
-            )
-        if vocabulary_size is not None and vocabulary_size < 2:
-            raise ValueError(f"RankTelemetry: vocabulary_size is {vocabulary_size}, expected at least 2 or None.")
+        check_limits("RankTelemetry", locals())
         self.update_norm_every_n_steps = update_norm_every_n_steps
         self.vocabulary_size = vocabulary_size
         self.token_count_fn = token_count_fn

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ..collectives import gather_flat
 from ..incidents import Finding, FindingKind
+from ..limits import check_limits
 from ..record import StepRecord
 from ..state import lightning_private as private
 from ..state.fingerprint import Difference, differences, digest, fingerprints
@@ -83,8 +84,7 @@ class ReplicaConsistency(SentinelCallback):
     """
 
     def __init__(self, every_n_steps: int = 25, buffers: str = "auto", optimizer: bool = True) -> None:
-        if every_n_steps < 1:
-            raise ValueError(f"ReplicaConsistency: every_n_steps is {every_n_steps}, expected at least 1.")
+        check_limits("ReplicaConsistency", locals())
         if buffers not in BUFFERS:
             raise ValueError(f"ReplicaConsistency: buffers is {buffers!r}, expected one of {', '.join(BUFFERS)}.")
         self.every_n_steps, self.buffers, self.optimizer = every_n_steps, buffers, optimizer

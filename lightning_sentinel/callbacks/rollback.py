@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
 from ..incidents import Action
+from ..limits import check_limits
 from ..state import lightning_private as private
 from ..state.snapshot import (
     Snapshot,
@@ -72,12 +73,7 @@ class Rollback(SentinelCallback):
     rewinds = False
 
     def __init__(self, every_n_steps: int = 25, keep: int = 2, retry: bool = True, cursor: str = "auto") -> None:
-        if every_n_steps < 1:
-            raise ValueError(f"Rollback: every_n_steps must be at least 1, found {every_n_steps}.")
-        if keep < 2:
-            raise ValueError(
-                f"Rollback: keep must be at least 2 (one known-good snapshot and one candidate), found {keep}."
-            )
+        check_limits("Rollback", locals())
         if cursor not in ("auto", "require"):
             raise ValueError(f"Rollback: cursor must be 'auto' or 'require', found {cursor!r}.")
         self.every_n_steps = every_n_steps

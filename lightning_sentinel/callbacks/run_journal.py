@@ -28,6 +28,7 @@ from ..distributed.earlier import Earlier, changes, read_earlier
 from ..images import log_curve
 from ..infra import infra_event
 from ..journal import Journal, redact, to_json
+from ..limits import check_limits
 from .base import SentinelCallback, gather_objects, note_restart
 
 log = logging.getLogger("lightning_sentinel")
@@ -88,16 +89,7 @@ class RunJournal(SentinelCallback):
         webhook_timeout_seconds: float = 5.0,
         webhook_retries: int = 3,
     ) -> None:
-        if step_interval < 0:
-            raise ValueError(f"step_interval must be at least 0 (0: no step lines), got {step_interval}.")
-        if report_every_seconds < 0:
-            raise ValueError(f"report_every_seconds must be at least 0, got {report_every_seconds}.")
-        if max_bytes < 1:
-            raise ValueError(f"max_bytes must be at least 1, got {max_bytes}.")
-        if webhook_timeout_seconds <= 0:
-            raise ValueError(f"webhook_timeout_seconds must be greater than 0, got {webhook_timeout_seconds}.")
-        if webhook_retries < 0:
-            raise ValueError(f"webhook_retries must be at least 0, got {webhook_retries}.")
+        check_limits("RunJournal", locals())
         if webhook is not None:
             Webhook(webhook)  # an address that is none is an error now, not at the first incident
         self.requested_run_dir = None if run_dir is None else Path(run_dir)

@@ -1,4 +1,4 @@
-"""``lightning-sentinel config``: every option with default, type and meaning."""
+"""``lightning-sentinel config``: every option with default, unit, bound and meaning."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from importlib.resources import files
 from typing import Any
 
+from ..limits import limits_of
 from .common import OK, Commands, add_command, print_json
 
 
 def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     """Add the command."""
-    words = "print every option with default, type and meaning"
+    words = "print every option with its path in the YAML, default, type, unit, bound and meaning"
     parser = add_command(commands, "config", run, words, "config spike_detector")
     parser.add_argument(
         "callback", nargs="?", metavar="CALLBACK", help="only this one, by its name in the configuration"
@@ -34,12 +35,13 @@ def run(options: argparse.Namespace) -> int:
     for i, row in enumerate(rows):
         if i == 0 or rows[i - 1]["callback"] != row["callback"]:
             print(("\n" if i else "") + f"{row['target']}  ({row['file']})")
-        print(f"  {row['path']}={json.dumps(row['default'])}  {row['type']}\n      {row['meaning']}")
+        about = "; ".join(part for part in (row["type"], row["unit"], row["bound"]) if part)
+        print(f"  {row['path']}={json.dumps(row['default'])}  ({about})\n      {row['meaning']}")
     return OK
 
 
 def config_options() -> Iterator[dict[str, Any]]:
-    """Every option of the shipped configuration: path, default, type, and the comment above it (unit and bound)."""
+    """Every option of the shipped configuration: path in the YAML, default, type, unit, bound and meaning."""
     from hydra.utils import get_class
     from omegaconf import OmegaConf
 
@@ -51,9 +53,11 @@ def config_options() -> Iterator[dict[str, Any]]:
         nodes: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
         name, values = next((k, v) for k, v in nodes.items() if "_target_" in v)
         signature = inspect.signature(get_class(values["_target_"])).parameters
+        limits = limits_of(values["_target_"].rpartition(".")[2])
         meanings = _comments(text)
         for key, value in values.items():
             if key != "_target_":
+                limit = limits.get(key)
                 yield {
                     "callback": name,
                     "target": values["_target_"],
@@ -61,6 +65,8 @@ def config_options() -> Iterator[dict[str, Any]]:
                     "path": f"callbacks.{name}.{key}",
                     "default": value,
                     "type": str(signature[key].annotation) if key in signature else "",
+                    "unit": limit.unit if limit else "",
+                    "bound": limit.words() if limit else "",
                     "meaning": meanings.get(key, ""),
                 }
 

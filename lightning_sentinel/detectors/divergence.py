@@ -40,9 +40,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..incidents import Finding, FindingKind, Severity
+from ..limits import check_limits
 from ..record import FloatArray, StepRecord
 from .base import mean_loss
-from .robust import MAD_TO_SIGMA, RollingWindow, check_bound, check_count, mann_kendall, theil_sen
+from .robust import MAD_TO_SIGMA, RollingWindow, mann_kendall, theil_sen
 
 # Spans over which a level is a median: the newest few in a descent, all of them on a plateau.
 SPANS = (16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -164,22 +165,7 @@ class Divergence:
     name: ClassVar[str] = "divergence"
 
     def __post_init__(self) -> None:
-        check_bound("Divergence", "threshold", self.threshold, above=0.0)
-        check_bound("Divergence", "shift", self.shift, above=0.0)
-        check_bound("Divergence", "clip", self.clip, above=self.shift)
-        check_bound("Divergence", "margin", self.margin, least=0.0)
-        check_bound("Divergence", "min_shift", self.min_shift, least=0.0)
-        check_bound("Divergence", "min_relative", self.min_relative, least=0.0)
-        check_bound("Divergence", "sigma_floor", self.sigma_floor, above=0.0)
-        check_count("Divergence", "window", self.window, least=32)
-        check_count("Divergence", "warmup", self.warmup, least=16)
-        check_count("Divergence", "short", self.short, least=4)
-        check_bound("Divergence", "lost_relative", self.lost_relative, above=0.0)
-        check_bound("Divergence", "lost_sigma", self.lost_sigma, above=0.0)
-        check_count("Divergence", "block", self.block, least=1)
-        check_count("Divergence", "blocks", self.blocks, least=8)
-        check_bound("Divergence", "trend_z", self.trend_z, above=0.0)
-        check_count("Divergence", "hold", self.hold, least=0)
+        check_limits("Divergence", vars(self))
         self._values: deque[float] = deque(maxlen=self.window)
         self._baseline: Baseline | None = None
         self._age = 0  # accepted losses since the baseline was fitted

@@ -23,9 +23,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..incidents import Finding, FindingKind, Severity
+from ..limits import check_limits
 from ..record import SIGNAL_INDEX, StepRecord
 from .nonfinite import is_scaler_overflow
-from .robust import check_bound, check_count
 
 FP16_MAX = 65504.0
 LOSS_SCALE = SIGNAL_INDEX["loss_scale"]
@@ -53,9 +53,7 @@ class LossScale:
     name: ClassVar[str] = "loss_scale"
 
     def __post_init__(self) -> None:
-        check_count("LossScale", "max_consecutive", self.max_consecutive, least=2)
-        check_count("LossScale", "max_without_step", self.max_without_step, least=2)
-        check_bound("LossScale", "floor", self.floor, above=0.0)
+        check_limits("LossScale", vars(self))
         self._consecutive = 0
         self._without_step = 0
         self._applied = 0

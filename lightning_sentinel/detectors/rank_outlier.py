@@ -22,8 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..incidents import Finding, FindingKind, Severity
+from ..limits import check_limits
 from ..record import FloatArray, StepRecord
-from .robust import MAD_TO_SIGMA, check_bound, check_count
+from .robust import MAD_TO_SIGMA
 
 BoolArray = npt.NDArray[np.bool_]
 # The largest recent healthy score is forgotten at this rate a step.
@@ -65,18 +66,7 @@ class RankOutlier:
     name: ClassVar[str] = "rank_outlier"
 
     def __post_init__(self) -> None:
-        check_bound("RankOutlier", "threshold", self.threshold, above=0.0)
-        check_bound("RankOutlier", "false_per_step", self.false_per_step, above=0.0, most=0.1)
-        check_bound("RankOutlier", "tail", self.tail, least=0.0)
-        check_bound("RankOutlier", "cold_threshold", self.cold_threshold, above=0.0)
-        check_bound("RankOutlier", "cold_relative", self.cold_relative, above=0.0)
-        check_bound("RankOutlier", "min_jump", self.min_jump, least=0.0)
-        check_bound("RankOutlier", "min_relative", self.min_relative, least=0.0)
-        check_count("RankOutlier", "warmup", self.warmup, least=4)
-        check_count("RankOutlier", "memory", self.memory, least=self.warmup)
-        check_count("RankOutlier", "max_named", self.max_named, least=1)
-        check_bound("RankOutlier", "straggler", self.straggler, above=1.0)
-        check_count("RankOutlier", "straggler_steps", self.straggler_steps, least=1)
+        check_limits("RankOutlier", vars(self))
         self._seen = 0
         self._offset: FloatArray = np.empty(0)
         self._noise: FloatArray = np.empty(0)  # per-rank mean square

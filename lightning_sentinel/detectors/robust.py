@@ -26,33 +26,6 @@ import numpy.typing as npt
 MAD_TO_SIGMA = 1.4826022185056018
 
 
-def check_bound(
-    owner: str,
-    name: str,
-    value: float,
-    *,
-    least: float = -math.inf,
-    above: float = -math.inf,
-    most: float = math.inf,
-) -> None:
-    """Raise ``ValueError`` that names the field, what was found and the bound."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-        raise ValueError(f"{owner}: {name} must be a number, found {value!r}.")
-    if value < least:
-        raise ValueError(f"{owner}: {name} must be at least {least:g}, found {value!r}.")
-    if value <= above:
-        raise ValueError(f"{owner}: {name} must be greater than {above:g}, found {value!r}.")
-    if value > most:
-        raise ValueError(f"{owner}: {name} must be at most {most:g}, found {value!r}.")
-
-
-def check_count(owner: str, name: str, value: int, *, least: int) -> None:
-    """Raise ``ValueError`` unless ``value`` is an ``int`` of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{owner}: {name} must be a whole number, found {value!r}.")
-    check_bound(owner, name, value, least=least)
-
-
 def sorted_median(ordered: Sequence[float]) -> float:
     """Median of a non-empty sorted sequence."""
     n = len(ordered)

@@ -29,9 +29,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..incidents import Finding, FindingKind, Severity
+from ..limits import check_limits
 from ..record import StepRecord
 from .base import mean_loss
-from .robust import MAD_TO_SIGMA, RollingWindow, check_bound, check_count, sorted_mad, sorted_median
+from .robust import MAD_TO_SIGMA, RollingWindow, sorted_mad, sorted_median
 
 FAST = 5  # values in the short median
 FEW = 5  # accepted losses from which their spread says something
@@ -109,24 +110,7 @@ class Spike:
     name: ClassVar[str] = "spike"
 
     def __post_init__(self) -> None:
-        check_bound("Spike", "threshold", self.threshold, above=0.0)
-        check_bound("Spike", "tail", self.tail, above=0.0, most=1.0)
-        check_bound("Spike", "gross", self.gross, above=0.0)
-        check_bound("Spike", "gross_tail", self.gross_tail, above=0.0, most=self.tail)
-        check_bound("Spike", "gross_relative", self.gross_relative, least=0.0)
-        check_bound("Spike", "min_jump", self.min_jump, least=0.0)
-        check_bound("Spike", "min_relative", self.min_relative, least=0.0)
-        check_count("Spike", "confirm", self.confirm, least=1)
-        check_count("Spike", "window", self.window, least=16)
-        check_count("Spike", "level_window", self.level_window, least=FAST)
-        check_count("Spike", "tail_window", self.tail_window, least=16)
-        check_count("Spike", "warmup", self.warmup, least=5)
-        check_bound("Spike", "explosion", self.explosion, above=1.0)
-        check_bound("Spike", "scale_floor", self.scale_floor, above=0.0)
-        check_count("Spike", "recover_after", self.recover_after, least=1)
-        check_count("Spike", "shift_after", self.shift_after, least=2)
-        check_count("Spike", "patience", self.patience, least=self.shift_after)
-        check_count("Spike", "restart_window", self.restart_window, least=0)
+        check_limits("Spike", vars(self))
         self._level = RollingWindow(self.level_window)
         self._fast = RollingWindow(FAST)
         self._lag = RollingWindow(FAST)  # loss - expected: how far the medians trail behind a descent

@@ -392,10 +392,10 @@ def test_ids_of_a_function() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"vocabulary_size": 0}, "vocabulary_size is 0, expected at least 1, or None for no upper bound"),
+        ({"vocabulary_size": 0}, "vocabulary_size must be at least 1 or None, found 0"),
         ({"vocabulary_size": 10, "ignore_index": 0}, "ignore_index is 0, a token of the vocabulary of 10; expected"),
         ({"repeats": "never"}, "repeats is 'never', expected 'report' or 'allow'"),
-        ({"max_remembered": 0}, "max_samples is 0, expected at least 2"),
+        ({"max_remembered": 0}, "max_remembered must be at least 2, found 0"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:

@@ -187,7 +187,7 @@ def test_lbfgs_is_refused_with_the_reason() -> None:
     ("options", "message"),
     [
         ({"update_norm_every_n_steps": -1}, "update_norm_every_n_steps is -1, expected 0 \\(never\\) or more"),
-        ({"vocabulary_size": 1}, "vocabulary_size is 1, expected at least 2 or None"),
+        ({"vocabulary_size": 1}, "vocabulary_size must be at least 2 or None, found 1"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:

@@ -379,9 +379,9 @@ def test_what_cannot_be_looked_at_is_a_note(monkeypatch: pytest.MonkeyPatch) -> 
 def test_options_are_checked() -> None:
     with pytest.raises(ValueError, match="skip names clippling, expected some of parameters, warmup"):
         Preflight(skip=["clippling"])
-    with pytest.raises(ValueError, match="vocabulary_size is 1, expected at least 2"):
+    with pytest.raises(ValueError, match="vocabulary_size must be at least 2"):
         Preflight(vocabulary_size=1)
-    with pytest.raises(ValueError, match="checkpoints is -1, expected 0 or more"):
+    with pytest.raises(ValueError, match="checkpoints must be at least 0"):
         Preflight(checkpoints=-1)
 
 

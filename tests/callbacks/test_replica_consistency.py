@@ -246,7 +246,7 @@ def test_one_process_has_nothing_to_compare_and_writes_nothing() -> None:
 
 
 def test_options_are_checked() -> None:
-    with pytest.raises(ValueError, match=r"every_n_steps is 0, expected at least 1"):
+    with pytest.raises(ValueError, match=r"every_n_steps must be at least 1, found 0"):
         ReplicaConsistency(every_n_steps=0)
     with pytest.raises(ValueError, match=r"buffers is 'some', expected one of auto, all, none"):
         ReplicaConsistency(buffers="some")

@@ -361,11 +361,19 @@ def test_detector_without_telemetry(name: str) -> None:
         ("DivergenceDetector", {"threshold": -1.0}, "Divergence: threshold must be greater than 0, found -1.0."),
         ("RankOutlierDetector", {"threshold": -7.5}, "RankOutlier: threshold must be greater than 0, found -7.5."),
         ("LossScaleMonitor", {"max_consecutive": -1}, "LossScale: max_consecutive must be at least 2, found -1."),
-        ("NonFiniteTracer", {"every_n": -1}, "NonFiniteTracer: every_n is -1, expected 1 or more."),
+        ("NonFiniteTracer", {"every_n": -1}, "NonFiniteTracer: every_n must be at least 1, found -1."),
         ("Rollback", {"every_n_steps": -25}, "Rollback: every_n_steps must be at least 1, found -25."),
-        ("ForensicCheckpoint", {"every_n_steps": -1}, "ForensicCheckpoint: every_n_steps is -1, expected at least 0."),
+        (
+            "ForensicCheckpoint",
+            {"every_n_steps": -1},
+            "ForensicCheckpoint: every_n_steps must be at least 0, found -1.",
+        ),
         ("IncidentResponse", {"recovered_z": -4.0}, "IncidentResponse: recovered_z is -4.0, expected more than 0."),
-        ("IncidentResponse", {"lr_factor": -0.1}, "IncidentResponse: lr_factor is -0.1, expected between 0 and 1."),
+        (
+            "IncidentResponse",
+            {"lr_factor": -0.1},
+            "IncidentResponse: lr_factor must be greater than 0 and less than 1, found -0.1.",
+        ),
         (
             "RankTelemetry",
             {"update_norm_every_n_steps": -1},
@@ -374,9 +382,13 @@ def test_detector_without_telemetry(name: str) -> None:
         (
             "BatchValidator",
             {"vocabulary_size": -1},
-            "vocabulary_size is -1, expected at least 1, or None for no upper bound",
+            "BatchValidator: vocabulary_size must be at least 1 or None, found -1.",
         ),
-        ("RunJournal", {"step_interval": -1}, "step_interval must be at least 0 (0: no step lines), got -1."),
+        (
+            "RunJournal",
+            {"step_interval": -1},
+            "RunJournal: step_interval must be at least 0 (0: no step lines), found -1.",
+        ),
     ],
 )
 def test_thresholds_of_the_wrong_sign(name: str, values: dict[str, Any], message: str) -> None:

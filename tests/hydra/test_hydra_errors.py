@@ -86,7 +86,7 @@ def test_wrong_type(name: str, values: dict[str, Any], message: str) -> None:
         (
             "incident_response",
             {"lr_factor": 1.5},
-            ".lr_factor: IncidentResponse: lr_factor is 1.5, expected between 0 and 1.",
+            ".lr_factor: IncidentResponse: lr_factor must be greater than 0 and less than 1, found 1.5.",
         ),
         (
             "incident_response",

@@ -271,9 +271,9 @@ def test_the_journal_changes_no_weight(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ({"step_interval": -1}, "step_interval must be at least 0 (0: no step lines), got -1."),
-        ({"report_every_seconds": -2.0}, "report_every_seconds must be at least 0, got -2.0."),
-        ({"max_bytes": 0}, "max_bytes must be at least 1, got 0."),
+        ({"step_interval": -1}, "RunJournal: step_interval must be at least 0 (0: no step lines), found -1."),
+        ({"report_every_seconds": -2.0}, "RunJournal: report_every_seconds must be at least 0, found -2.0."),
+        ({"max_bytes": 0}, "RunJournal: max_bytes must be at least 1, found 0."),
     ],
 )
 def test_wrong_arguments_are_refused(argument: dict[str, Any], message: str) -> None:
