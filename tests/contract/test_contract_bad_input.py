@@ -368,7 +368,11 @@ def test_detector_without_telemetry(name: str) -> None:
             {"every_n_steps": -1},
             "ForensicCheckpoint: every_n_steps must be at least 0, found -1.",
         ),
-        ("IncidentResponse", {"recovered_z": -4.0}, "IncidentResponse: recovered_z is -4.0, expected more than 0."),
+        (
+            "IncidentResponse",
+            {"recovered_z": -4.0},
+            "IncidentResponse: recovered_z must be greater than 0, found -4.0.",
+        ),
         (
             "IncidentResponse",
             {"lr_factor": -0.1},
@@ -377,7 +381,7 @@ def test_detector_without_telemetry(name: str) -> None:
         (
             "RankTelemetry",
             {"update_norm_every_n_steps": -1},
-            "RankTelemetry: update_norm_every_n_steps is -1, expected 0 (never) or more.",
+            "RankTelemetry: update_norm_every_n_steps must be at least 0 (0: never), found -1.",
         ),
         (
             "BatchValidator",

@@ -275,7 +275,7 @@ def test_the_unit_of_the_loss_does_not_matter(seed, factor):
         (lambda: Spike(threshold=-1.0), "Spike: threshold must be greater than 0, found -1.0."),
         (lambda: Spike(gross=0.0), "Spike: gross must be greater than 0, found 0.0."),
         (lambda: Spike(window=3), "Spike: window must be at least 16, found 3."),
-        (lambda: Spike(tail=2.0), "Spike: tail must be at most 1, found 2.0."),
+        (lambda: Spike(tail=2.0), "Spike: tail must be greater than 0 and at most 1, found 2.0."),
         (lambda: Divergence(threshold=0.0), "Divergence: threshold must be greater than 0, found 0.0."),
         (lambda: Divergence(blocks=2), "Divergence: blocks must be at least 8, found 2."),
         (lambda: RankOutlier(straggler=1.0), "RankOutlier: straggler must be greater than 1, found 1.0."),

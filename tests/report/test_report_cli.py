@@ -222,8 +222,8 @@ def test_config_lists_every_option_with_its_meaning(capsys: pytest.CaptureFixtur
     assert all(row["type"] for row in rows)
     assert main(["config", "run_journal"]) == 0
     assert (
-        "  callbacks.run_journal.step_interval=1  (int; steps; at least 0 (0: no step lines))\n      Journal every Nth step's signals; 0: none."
-        in capsys.readouterr().out
+        "  callbacks.run_journal.step_interval=1  (int; steps; at least 0 (0: no step lines))\n"
+        "      Journal every Nth step's signals; 0: none." in capsys.readouterr().out
     )
     assert main(["config", "run_jurnal", "--json"]) == 2
     assert capsys.readouterr().err.startswith(
