@@ -66,8 +66,7 @@ def take_cursor(trainer: Trainer, loop_state: dict[str, Any]) -> dict[str, Any]:
         "finished": [],
     }
     if iterator is not None:
-        cursor["index"] = iterator._idx
-        cursor["consumed"] = list(iterator._consumed) if hasattr(iterator, "_consumed") else None
+        cursor["index"], cursor["consumed"] = private.iterator_position(iterator)
         cursor["finished"] = [bool(getattr(x, "_finished", False)) for x in iterator.iterators]
     return cursor
 
@@ -91,9 +90,7 @@ def restore_cursor(trainer: Trainer, cursor: dict[str, Any], ledger: QuarantineL
         ledger.apply(loaders)
     private.iterate_without_prefetch(fetcher)
     iterator = private.combined_iterator(trainer)
-    iterator._idx = cursor["index"]
-    if cursor["consumed"] is not None:
-        iterator._consumed = list(cursor["consumed"])
+    private.set_iterator_position(iterator, cursor["index"], cursor["consumed"])
     if private.combined_mode(trainer) == "max_size":
         # a loader that had run out would start over and hand out samples twice
         for i, finished in enumerate(cursor["finished"]):
@@ -125,7 +122,7 @@ def _drop_excluded(fetcher: Any, iterator: Any, loaders: list[Any], excluded: fr
     dropped = len(fetcher.batches) - len(kept)
     fetcher.batches = kept
     fetcher.fetched -= dropped
-    iterator._idx -= dropped
+    private.move_iterator(iterator, -dropped)
     for _ in range(dropped):
         private.fetch_ahead(fetcher)
 

@@ -1,7 +1,7 @@
 """Every private name of Lightning (and of torch, torchmetrics and torchdata) that the suite touches, in one place.
 
-Checked on lightning 2.6.6, torchmetrics 1.8 and torchdata 0.11. :func:`missing_names` compares :data:`NAMES` with what is
-installed; a test fails with the name when one of them has moved.
+Checked on lightning 2.6.4 (the oldest supported) and 2.6.6, torchmetrics 1.8 and torchdata 0.11. :func:`missing_names`
+compares :data:`NAMES` with what is installed; a test fails with the name when one of them has moved.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
+from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
@@ -57,6 +58,8 @@ NAMES: tuple[tuple[str, str, str], ...] = (
     ("lightning.pytorch.utilities.combined_loader", "CombinedLoader._state_dicts", "2.6.6"),
     ("lightning.pytorch.utilities.combined_loader", "CombinedLoader._load_state_dicts", "2.6.6"),
     ("lightning.pytorch.utilities.combined_loader", "_ModeIterator", "2.6.6"),
+    ("lightning.pytorch.utilities.combined_loader", "_MaxSizeCycle", "2.6.6"),
+    ("lightning.pytorch.callbacks.progress.rich_progress", "RichProgressBar._get_train_description", "2.6.6"),
     ("lightning.pytorch.utilities.combined_loader", "_shutdown_workers_and_reset_iterator", "2.6.6"),
     ("lightning.pytorch.trainer.connectors.checkpoint_connector", "_CheckpointConnector.dump_checkpoint", "2.6.6"),
     ("lightning.fabric.utilities.seed", "_collect_rng_states", "2.6.6"),
@@ -95,6 +98,8 @@ INSTANCE_NAMES: tuple[tuple[str, str], ...] = (
 
 METRIC_NAMES = ("_defaults", "_update_count", "_computed", "_forward_cache", "_cache", "_is_synced")
 RESULT_NAMES = ("_update_count", "_computed", "_forward_cache", "has_reset", "value", "meta", "is_tensor")
+AVERAGING_NAMES = ("_average_model", "_latest_update_step", "_latest_update_epoch")
+ITERATOR_NAMES = ("_idx", "_consumed")
 CHECKPOINT_NAMES = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation", "_fs")
 
 
@@ -125,8 +130,10 @@ def missing_names(trainer: Trainer) -> list[str]:
     missing += [f"ModelCheckpoint.{n} (checked on 2.6.6)" for n in CHECKPOINT_NAMES if not hasattr(checkpoint, n)]
     if not hasattr(DDPStrategy(), "_model_averaging_period"):
         missing.append("DDPStrategy._model_averaging_period (checked on 2.6.6)")
-    if not hasattr(WeightAveraging(), "_average_model"):
-        missing.append("WeightAveraging._average_model (checked on 2.6.6)")
+    averaging = WeightAveraging()
+    missing += [f"WeightAveraging.{n} (checked on 2.6.6)" for n in AVERAGING_NAMES if not hasattr(averaging, n)]
+    iterator = _MaxSizeCycle([[0]])
+    missing += [f"_MaxSizeCycle.{n} (checked on 2.6.6)" for n in ITERATOR_NAMES if not hasattr(iterator, n)]
     return missing
 
 
@@ -333,6 +340,21 @@ def combined_iterator(trainer: Trainer) -> Any:
     return None if combined is None else combined._iterator
 
 
+def iterator_position(iterator: Any) -> tuple[int, list[bool] | None]:
+    """Batches handed out, and in ``max_size_cycle`` mode which loaders have run out once (``_idx``, ``_consumed``)."""
+    return iterator._idx, list(iterator._consumed) if hasattr(iterator, "_consumed") else None
+
+
+def set_iterator_position(iterator: Any, index: int, consumed: list[bool] | None) -> None:
+    iterator._idx = index
+    if consumed is not None:
+        iterator._consumed = list(consumed)
+
+
+def move_iterator(iterator: Any, by: int) -> None:
+    iterator._idx += by
+
+
 def stop_workers(loader: Any) -> None:
     """End the loader's worker processes now; without this they live until the garbage collector finds them."""
     iterator = getattr(loader, "_iterator", None)
@@ -423,6 +445,19 @@ def active_results(trainer: Trainer) -> Iterator[Any]:
     for result in trainer.fit_loop.epoch_loop._results.values():
         if not result.is_tensor:
             yield result.value
+
+
+# --- Lightning's own callbacks ---
+
+
+def file_exists(callback: ModelCheckpoint, path: str) -> bool:
+    """Asked of the filesystem that the callback writes to (``ModelCheckpoint._fs``)."""
+    return bool(callback._fs.exists(path))
+
+
+def train_description(callback: Any, epoch: int) -> str:
+    """What a rich progress bar calls an epoch (``_get_train_description``)."""
+    return str(callback._get_train_description(epoch))
 
 
 # --- Hooks that a user may override -------------------------------------------------------------------------------

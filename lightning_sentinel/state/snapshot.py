@@ -587,7 +587,7 @@ def _restore_callbacks(trainer: Trainer, states: dict[str, dict[str, Any]], shou
 
 def _forget_missing_files(trainer: Trainer, callback: ModelCheckpoint) -> None:
     """Keep only those of the restored best models whose files a later rotation has not deleted."""
-    kept = {path: score for path, score in callback.best_k_models.items() if callback._fs.exists(path)}
+    kept = {path: score for path, score in callback.best_k_models.items() if private.file_exists(callback, path)}
     kept = trainer.strategy.broadcast(kept)
     if kept.keys() == callback.best_k_models.keys():
         return
@@ -613,7 +613,7 @@ def _move_progress_bars(trainer: Trainer, epoch: int) -> None:
             callback.train_progress_bar.set_description(f"Epoch {trainer.current_epoch}")
         elif isinstance(callback, RichProgressBar) and callback.progress and callback.train_progress_bar_id is not None:
             callback.progress.update(
-                callback.train_progress_bar_id, description=callback._get_train_description(trainer.current_epoch)
+                callback.train_progress_bar_id, description=private.train_description(callback, trainer.current_epoch)
             )
 
 

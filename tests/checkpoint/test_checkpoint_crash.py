@@ -19,7 +19,7 @@ from checkpoint_disk import CrashingDisk, FullDisk, PowerLoss, QuickDisk, ReadOn
 from lightning_sentinel.checkpoint import Checkpoint, CheckpointStore, Disk, Status
 
 LUCKY_DRAWS = 5  # states of the disk that are looked at after each loss of power
-KILLS = int(os.environ.get("SENTINEL_KILLS", "40"))
+KILLS = int(os.environ.get("SENTINEL_KILLS", "200"))
 
 
 def save(store: CheckpointStore, step: int, *, world_size: int = 1, fill: int = 0) -> Checkpoint:
@@ -160,6 +160,7 @@ def work_forever(root: Path, acknowledge: int) -> None:
     """The child: save, promote, rotate, poison now and then; tells what is certain through a pipe."""
     store = CheckpointStore(root)
     store.clean()
+    os.write(acknowledge, b"0\n")
     newest = max((c.step for c in store.checkpoints()), default=0)
     for step in range(newest + 1, newest + 10_000):
         saved = save(store, step)
@@ -171,24 +172,45 @@ def work_forever(root: Path, acknowledge: int) -> None:
         store.rotate(2)
 
 
+@contextlib.contextmanager
+def child_at_work(root: Path) -> Iterator[tuple[int, int]]:
+    """A forked child that has begun, and the pipe on which it tells; killed at the end."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:  # pragma: no cover
+        os.close(reader)
+        try:
+            work_forever(root, writer)
+        finally:
+            os._exit(1)
+    os.close(writer)
+    try:
+        assert os.read(reader, 2) == b"0\n"
+        yield child, reader
+    finally:
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status), "the child ended by itself"
+
+
+def seconds_of_a_round(root: Path) -> float:
+    """How long a save with its promotion and rotation takes here, now."""
+    with child_at_work(root) as (_, reader):
+        begun, told = time.monotonic(), b""
+        while told.count(b"\n") < 8:
+            told += os.read(reader, 1)
+        os.close(reader)
+        return (time.monotonic() - begun) / 8
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
 def test_kill_9_at_random_moments(tmp_path: Path) -> None:
     """The newest step that the child has called known-good is there afterwards, whole, and a new child goes on."""
     root, luck, certain = tmp_path / "checkpoints", random.Random(0), 0
+    a_round = seconds_of_a_round(tmp_path / "measured")
     for kill in range(KILLS):
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:  # pragma: no cover
-            os.close(reader)
-            try:
-                work_forever(root, writer)
-            finally:
-                os._exit(1)
-        os.close(writer)
-        time.sleep(luck.uniform(0.005, 0.12))
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status), f"kill {kill}: the child ended by itself"
+        with child_at_work(root) as (_, reader):
+            time.sleep(luck.uniform(0.0, 3.0) * a_round)
         with os.fdopen(reader) as pipe:
             told = [int(line) for line in pipe.read().splitlines()]
         certain = max([certain, *told])

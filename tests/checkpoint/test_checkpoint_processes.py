@@ -18,9 +18,10 @@ from checkpoint_world import Net, events, fit, loader, same_optimizer, same_weig
 
 import lightning_sentinel
 from lightning_sentinel.checkpoint import CheckpointStore
+from lightning_sentinel.journal import read_journal
 
 SCRIPT = Path(__file__).with_name("checkpoint_ddp_script.py")
-TRAINER_KILLS = int(os.environ.get("SENTINEL_TRAINER_KILLS", "3"))
+TRAINER_KILLS = int(os.environ.get("SENTINEL_TRAINER_KILLS", "5"))
 
 
 def run_ranks(folder: Path, *arguments: str) -> int:
@@ -83,6 +84,7 @@ def test_kill_9_of_whole_trainings(tmp_path: Path) -> None:
         assert os.WIFSIGNALED(status)
         store = CheckpointStore(run / "checkpoints")
         assert all(store.verify(path) == [] for path in store.paths())
+        assert read_journal(run)
     again, trainer = fit(suite(run, **options()), seeds=99, max_epochs=4)
     resumed = events(run, "run.resumed")
     assert 1 <= len(resumed) <= TRAINER_KILLS
