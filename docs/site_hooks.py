@@ -9,7 +9,6 @@ import inspect
 import json
 from collections.abc import Iterator
 from itertools import groupby
-from typing import Any
 
 from lightning.pytorch import Callback
 from mkdocs.config.defaults import MkDocsConfig
@@ -31,8 +30,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_nav(nav: Any, config: MkDocsConfig, files: Files) -> Any:
-    return nav
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """The callbacks' pages, which no file holds, at the end of the navigation."""
+    config.nav.append({"Callbacks": ["callbacks/index.md", *(f"callbacks/{name}.md" for name in callbacks())]})
+    return config
 
 
 def pages() -> Iterator[tuple[str, str]]:
