@@ -1,9 +1,10 @@
 """Every code block and command of the documentation is run.
 
 Python runs in the order of the page, in an empty folder. ``<!-- before: ... -->`` above a block holds what the page takes for
-granted (a model, a loader, a file). Shell lines are run as they stand, with these changes: the example trains a few steps
-of its smallest model, in this process; ``make`` and ``pip`` lines are checked against what they name, because running them
-is what the whole of CI is. YAML is composed by Hydra, JSON is parsed, ``text`` is output.
+granted (a model, a loader, a file); ``<!-- elsewhere: FILE -->`` names the test that runs what needs several processes or
+minutes. Shell lines are run as they stand, with these changes: the example trains a few steps of its smallest model, in
+this process; ``make`` and ``pip`` lines are checked against what they name, because running them is what the whole of CI
+is. YAML is composed by Hydra, JSON is parsed, ``text`` is output.
 """
 
 from __future__ import annotations
@@ -31,8 +32,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "examples").glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"((?:^<!-- \w[^\n]*-->\n)?)^( *)```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 OUTPUT = {"text"}
-# Pages whose blocks take more than a Trainer in this process; what they show is run by the test named here.
-ELSEWHERE: dict[str, str] = {}
 
 
 def blocks(page: Path) -> list[tuple[str, str, str]]:
@@ -77,24 +76,21 @@ def lightning_trainer(callbacks: list[Any], steps: int) -> Any:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_blocks(page: Path, finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if str(page.relative_to(ROOT)) in ELSEWHERE:
-        assert (ROOT / ELSEWHERE[str(page.relative_to(ROOT))]).exists()
-        pytest.skip("run by " + ELSEWHERE[str(page.relative_to(ROOT))])
     monkeypatch.chdir(tmp_path)
     for link in ("examples", "configs"):
         (tmp_path / link).symlink_to(ROOT / link)
     shutil.copytree(finished_run, tmp_path / "runs" / "a")
     names: dict[str, Any] = {"__name__": "docs"}
     for comment, language, content in blocks(page):
-        if comment.startswith("not run:"):
-            assert len(comment) > 20, f"say why it is not run: {content}"
+        if comment.startswith("elsewhere:"):
+            assert (ROOT / comment.removeprefix("elsewhere:").strip()).is_file(), comment
             continue
         if comment.startswith("before:"):
             exec(comment.removeprefix("before:").strip(), names)
         if language == "python":
             exec(compile(shortened(content), str(page), "exec"), names)
         elif language == "yaml":
-            composes(content, tmp_path)
+            names["cfg"] = composes(content, tmp_path)
         elif language == "json":
             json.loads(content)
         elif is_shell(language, content):
@@ -110,17 +106,16 @@ def shortened(code: str) -> str:
     return code.replace("L.Trainer(", "L.Trainer(enable_progress_bar=False, enable_model_summary=False, ", 1)
 
 
-def composes(content: str, folder: Path) -> None:
+def composes(content: str, folder: Path) -> Any:
     """A whole configuration is composed; a part of one must name options that exist."""
     document = OmegaConf.create(content)
     if "defaults" not in document:
         content = "defaults:\n  - callbacks: sentinel/default\n  - policy: observe\n  - _self_\n" + content
-    elif "_self_" not in document.defaults and len(document) > 1:
-        content = content.replace("defaults:\n", "defaults:\n", 1)
     (folder / "page.yaml").write_text(content)
     with initialize_config_dir(str(folder), version_base="1.3"):
         cfg = compose("page")
     build_callbacks(cfg.callbacks)
+    return cfg
 
 
 def commands(content: str) -> list[str]:
@@ -151,7 +146,8 @@ def run(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pretrain(overrides: list[str]) -> None:
     """The example as configured, for two steps of its smallest model (the parade: its configuration)."""
-    small = ["hydra.run.dir=runs/page", "trainer.max_steps=2", "trainer.enable_progress_bar=false", "threads=1"]
+    folder = f"runs/page-{len(list(Path('runs').iterdir()))}"
+    small = [f"hydra.run.dir={folder}", "trainer.max_steps=2", "trainer.enable_progress_bar=false", "threads=1"]
     if not any(o.startswith("model=") for o in overrides):
         small.append("model=tiny")
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
@@ -161,7 +157,7 @@ def pretrain(overrides: list[str]) -> None:
         import pretrain as example
 
         OmegaConf.set_struct(cfg, False)
-        cfg.run_dir = "runs/page"
+        cfg.run_dir = folder
         if cfg.get("mode") == "parade" or cfg.trainer.devices != 1:
             example.build_trainer(cfg)  # several processes; these run in tests/faults and tests/examples
         else:
