@@ -12,11 +12,11 @@ OLDEST := $(VENV)/oldest
 # Two processes; each file stays in one of them.
 PYTEST_ARGS ?= -n 2 --dist loadfile
 
-.PHONY: demo test test-oldest lint types pytest wheel clean help
+.PHONY: demo test test-oldest lint types docs pytest wheel clean help
 
 help:
 	@echo "make demo   train the example through the fault parade; DEMO_ARGS=\"key=value ...\" are Hydra overrides"
-	@echo "make test   lint, types and every test; PYTEST_ARGS=\"-k name\" narrows the tests"
+	@echo "make test   lint, types, documentation and every test; PYTEST_ARGS=\"-k name\" narrows the tests"
 	@echo "make test-oldest   rollback, resume and the private names on lightning $(OLDEST_LIGHTNING)"
 
 # torch comes first, so that nothing else pulls another build of it in.
@@ -24,13 +24,13 @@ $(VENV)/.installed: constraints.txt pyproject.toml
 	@echo "making $(VENV) (a few minutes the first time)"
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check $(TORCH_ARGS) -c constraints.txt torch
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[report,data,dev]"
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[report,data,dev,docs]"
 	@touch $@
 
 demo: $(VENV)/.installed
 	$(PY) examples/pretrain.py experiment=parade $(DEMO_ARGS)
 
-test: $(VENV)/.installed lint types pytest
+test: $(VENV)/.installed lint types docs pytest
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
@@ -38,6 +38,10 @@ lint: $(VENV)/.installed
 
 types: $(VENV)/.installed
 	$(VENV)/bin/mypy
+
+# Strict: a link that leads nowhere, or a docstring that can't be read, is an error.
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 
 pytest: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
@@ -60,4 +64,4 @@ wheel: $(VENV)/.installed
 	$(PY) -m build --no-isolation --outdir dist .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
