@@ -56,8 +56,25 @@ class IncidentWatch:
         self.healthy: list[_Point] = []
 
     def add(self, record: StepRecord) -> None:
-        """One more healthy step."""
+        """One more healthy step. Steps that another incident's rollback repeats count once."""
+        while self.healthy and self.healthy[-1].step >= record.step:
+            self.healthy.pop()
         self.healthy.append(_Point.of(record))
+
+    def blames_restore_point(self, step: int) -> bool:
+        """True if trouble at ``step`` says that the restore point gone back to holds the damage already.
+
+        It does where the trouble comes back on the way on which it came before, or soon after: within as many steps again
+        as had led from the restore point to it. What comes later has passed that way in good health; its restore
+        points are the ones taken since.
+
+        Example:
+            >>> watch = IncidentWatch(50)
+            >>> watch.restored = 40
+            >>> watch.blames_restore_point(50), watch.blames_restore_point(60), watch.blames_restore_point(61)
+            (True, True, False)
+        """
+        return self.restored is not None and step <= self.last_step + max(self.last_step - self.restored, 1)
 
     def path_z(self, gone: frozenset[str] = frozenset()) -> float | None:
         """Median distance of the healthy steps from the forecast, in robust sigma; None without enough history."""

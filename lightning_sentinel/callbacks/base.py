@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -57,6 +59,49 @@ def ledger_of(trainer: Trainer) -> QuarantineLedger:
         path = None if context.run_dir is None else context.run_dir / FILE_NAME
         context.ledger = QuarantineLedger(path, write=trainer.is_global_zero)
     return context.ledger
+
+
+def apply_quarantine(trainer: Trainer) -> None:
+    """Who was quarantined in an earlier run of this folder, or by a person since, is not drawn; for ``on_train_start``."""
+    from ..state.cursor import apply_ledger
+
+    ledger, context = ledger_of(trainer), context_of(trainer)
+    if not ledger.active:
+        return
+    told = context.scratch.setdefault("quarantine_refused", set())
+    for problem in apply_ledger(trainer, ledger):
+        if problem not in told:
+            told.add(problem)
+            context.write(trainer, "quarantine.refused", reason=problem)
+
+
+def watch_lightning_files(trainer: Trainer) -> Callable[[], None]:
+    """Take note of every file that ``trainer.save_checkpoint`` writes, with its step; returns what undoes it.
+
+    ``ModelCheckpoint`` itself does not remember the files that it keeps without a ``monitor``.
+    """
+    if "save_checkpoint" in vars(trainer):
+        return lambda: None
+    save, written = trainer.save_checkpoint, context_of(trainer).scratch.setdefault("lightning_files", {})
+
+    def save_checkpoint(filepath: Any, *args: Any, **options: Any) -> None:
+        save(filepath, *args, **options)
+        written[str(filepath)] = trainer.global_step
+
+    trainer.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
+    return lambda: vars(trainer).pop("save_checkpoint", None)
+
+
+def poison_lightning_files(trainer: Trainer, since_step: int, incident: int | None, reason: str) -> None:
+    """Journal that Lightning's own files with an update of ``since_step`` or later hold the damage; each once."""
+    context = context_of(trainer)
+    written: dict[str, int] = context.scratch.get("lightning_files", {})
+    for path in sorted(p for p, step in written.items() if step > since_step):
+        del written[path]
+        if "://" in path or Path(path).exists():  # rotation may have removed it since
+            context.write(
+                trainer, "checkpoint.poisoned", path=path, reason=reason, since_step=since_step, incident=incident
+            )
 
 
 def note_restart(trainer: Trainer) -> None:

@@ -17,8 +17,7 @@ from ..data.identity import IGNORE_INDEX, Part, SampleIdFn, has_own_ids, is_inte
 from ..data.seen import SeenSamples
 from ..incidents import Finding, FindingKind, Severity
 from ..limits import check_limits
-from ..state.lightning_private import train_loaders
-from .base import SentinelCallback, ledger_of
+from .base import SentinelCallback, apply_quarantine, ledger_of
 
 NAMED = 8  # samples written out in a message
 LASTING_REPEATS = 3  # batches in a row, half of each repeated, from which repeats are an incident
@@ -125,11 +124,7 @@ class BatchValidator(SentinelCallback):
         ledger_of(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # who was quarantined in an earlier run of this folder, or by a person since, is not drawn
-        context = self.context(trainer)
-        if context.ledger is not None and context.ledger.active:
-            for problem in context.ledger.apply(train_loaders(trainer)):
-                context.write(trainer, "quarantine.refused", reason=problem)
+        apply_quarantine(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         context = self.context(trainer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,15 +16,24 @@ from ..checkpoint import contents
 from ..checkpoint.choosing import choose, next_attempt
 from ..checkpoint.keeper import Keeper, Plan, open_incidents
 from ..checkpoint.manifest import Status
+from ..checkpoint.restart import Plan as RestartPlan
 from ..checkpoint.restart import dropped_cursor_finding, empty_epoch_finding
+from ..checkpoint.restore_point import OnPath, load_newest, newest_step
 from ..checkpoint.resumed import ResumedRun
 from ..checkpoint.store import CheckpointStore
 from ..incidents import Finding
 from ..journal import redact
 from ..limits import check_limits
 from ..state import lightning_private as private
-from ..state.snapshot import resume
-from .base import SentinelCallback, gather_objects, note_restart
+from ..state.snapshot import Snapshot, resume
+from .base import (
+    SentinelCallback,
+    apply_quarantine,
+    gather_objects,
+    note_restart,
+    poison_lightning_files,
+    watch_lightning_files,
+)
 
 log = logging.getLogger("lightning_sentinel")
 
@@ -60,7 +69,8 @@ class ForensicCheckpoint(SentinelCallback):
     ``checkpoint.refused``       reason: found while looking for one to resume from
     ``checkpoint.incomplete``    missing: a checkpoint was resumed from that does not hold the whole state
     ``run.resumed``              status, attempt
-    ``run.compared``             steps, equal_losses, largest_relative_difference: the first steps against the journal
+    ``run.compared``             steps, equal_losses, equal_samples, largest_relative_difference: the first steps
+                                 against the journal
     ``exception``                type, message (secrets redacted), frames
     ===========================  ==================================================================================
 
@@ -123,15 +133,18 @@ class ForensicCheckpoint(SentinelCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         note_restart(trainer)
+        apply_quarantine(trainer)
         fit, keeper = self._fit, self._fit.keeper
         if keeper is None:
             return
+        fit.unwatch = watch_lightning_files(trainer)
         fit.before = partial(self._before_batch, trainer)
         private.advance_control(trainer).before.append(fit.before)
         if trainer.global_step == 0 and fit.ckpt_path is None and self.resume is not None:
             self._resume(trainer, self.resume)
         elif trainer.global_step > 0 and fit.ckpt_path is not None:
-            fit.resumed = ResumedRun.from_lightning(trainer, keeper.store, self.compare_steps)
+            fit.resumed = ResumedRun.from_lightning(trainer, keeper.store, self.compare_steps, fit.file_plan)
+            self._say_if_poisoned(trainer, fit.resumed.recorded.poisoned)
             if private.cursor_was_dropped(trainer):
                 self._report_at_once(trainer, dropped_cursor_finding(trainer.global_step))
         loaded = None if fit.resumed is None else fit.resumed.loaded
@@ -147,6 +160,7 @@ class ForensicCheckpoint(SentinelCallback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
+        self._fit.unwatch()
         before = private.advance_control(trainer).before
         if self._fit.before in before:
             before.remove(self._fit.before)
@@ -205,6 +219,10 @@ class ForensicCheckpoint(SentinelCallback):
         """Poison every checkpoint that holds an update of ``since_step`` or later, retroactively too."""
         if self._fit.keeper is not None:
             self._fit.keeper.poison_since(trainer, since_step, incident)
+            number = (
+                incident if incident is not None else max((i.number for i in open_incidents(trainer)), default=None)
+            )
+            poison_lightning_files(trainer, since_step, number, f"since step {since_step}: incident {number}")
 
     def on_recovered(self, trainer: Trainer, incident: int | None = None) -> None:
         """The incident is over: probation counts healthy steps from here on."""
@@ -261,6 +279,18 @@ class ForensicCheckpoint(SentinelCallback):
         """
         return None if self._fit.resumed is None else self._fit.resumed.schedule(trainer)
 
+    def restore_step(self, trainer: Trainer, before_step: int, on_path: OnPath) -> int | None:
+        """Step of the newest known-good checkpoint from before ``before_step``, or None. Every rank must ask alike."""
+        keeper = self._fit.keeper
+        return None if keeper is None else newest_step(trainer, keeper.store, before_step, on_path)
+
+    def restore_point(self, trainer: Trainer, before_step: int, on_path: OnPath) -> tuple[Snapshot, Path] | None:
+        """The newest known-good checkpoint from before ``before_step``, verified and read by every rank, or None."""
+        keeper = self._fit.keeper
+        if keeper is None:
+            return None
+        return load_newest(trainer, keeper.store, before_step, on_path, partial(self._refuse, trainer))
+
     # -------------------------------------------------------------------------------------- comparing after a resume
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -299,6 +329,7 @@ class ForensicCheckpoint(SentinelCallback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn != "fit":
             return
+        self._fit.file_plan = RestartPlan.of_file(checkpoint)
         missing = ["the random state: shuffles, dropout and augmentation will differ from an uninterrupted run"]
         loops = checkpoint.get("loops", {}).get("fit_loop", {})
         if not loops.get("state_dict", {}).get("combined_loader"):
@@ -306,6 +337,14 @@ class ForensicCheckpoint(SentinelCallback):
         elif trainer.world_size > 1:
             missing.append(f"the data position of ranks 1 to {trainer.world_size - 1}: only that of rank 0 is saved")
         self._incomplete(trainer, Path(str(trainer.ckpt_path)), missing)
+
+    def _say_if_poisoned(self, trainer: Trainer, poisoned: Mapping[str, str]) -> None:
+        """The file that Lightning's own means have resumed from may be one that an incident has damaged."""
+        path = Path(str(trainer.ckpt_path))
+        reason = next((r for p, r in poisoned.items() if Path(p) in (path, path.parent)), None)
+        if reason is not None:
+            self.context(trainer).write(trainer, "checkpoint.refused", path=str(path), reason=f"poisoned, {reason}")
+            log.warning("%s is poisoned (%s), and training goes on from it; resume='auto' would not", path, reason)
 
     def _incomplete(self, trainer: Trainer, path: Path, missing: list[str]) -> None:
         self.context(trainer).write(trainer, "checkpoint.incomplete", path=str(path), missing=missing)
@@ -365,6 +404,8 @@ class _Fit:
     attempt: int = 0
     saved_on_signal: bool = False
     resumed: ResumedRun | None = None
+    file_plan: RestartPlan | None = None
+    unwatch: Callable[[], None] = lambda: None  # noqa: E731
     batches_in_epoch: int = 0
     told_empty: bool = False
 

@@ -20,6 +20,7 @@ from ..limits import check_limits
 from ..policy import NEEDS_ROLLBACK, REPORT_ONLY, Choice, Policy, Situation, case_of
 from ..record import StepRecord
 from ..recovery import IncidentWatch
+from ..state.cursor import apply_ledger
 from ..state.lightning_private import scaler_of, train_loaders
 from .base import SentinelCallback, find_callback, gather_objects, ledger_of, log_of, look
 from .batch_validator import BatchValidator
@@ -261,8 +262,9 @@ class IncidentResponse(SentinelCallback):
         watch.case = case_of(verdict, incident.kinds | kinds, neutralised=neutralised, scaled=scaled)
         since = verdict.since_step if verdict.since_step is not None else incident.since_step
         watch.before = [p for p in watch.before if p.step < since]
-        if watch.restored is not None and watch.case in _STATE_AT_FAULT:
-            since = min(since, watch.restored - 1)  # that restore point did not help: it holds the damage already
+        if watch.case in _STATE_AT_FAULT and watch.blames_restore_point(record.step):
+            assert watch.restored is not None
+            since = min(since, watch.restored - 1)
         nonfinite = record.has_nonfinite and not self._scaler_handles(trainer, record)
         untouched = self.context(trainer).weights_untouched_since(min(since, record.step), record.step)
         situation = Situation(
@@ -370,8 +372,8 @@ class IncidentResponse(SentinelCallback):
         reasons: dict[Action, str] = {}
         rollback = find_callback(trainer, Rollback)
         why = "there is no Rollback callback" if rollback is None else rollback.unavailable(trainer)
-        if why is None and not any(s.params is not None and s.step <= since for s in context.snapshots):
-            why = f"no snapshot is older than step {since}"
+        if rollback is not None and why is None and not rollback.reaches(trainer, since):
+            why = f"no snapshot and no known-good checkpoint is older than step {since}"
             reasons |= dict.fromkeys((Action.ROLLBACK_REPLAY, Action.ROLLBACK_SKIP), why)
         elif why is not None:
             reasons |= dict.fromkeys(NEEDS_ROLLBACK, why)
@@ -532,7 +534,7 @@ class IncidentResponse(SentinelCallback):
         ledger = ledger_of(trainer)
         ledger.add(names, step=step, incident=incident.number, policy=self.policy.mode, reason=reason)
         self._announce_exclusion(trainer, incident, names, reason)
-        for problem in ledger.apply(train_loaders(trainer)):
+        for problem in apply_ledger(trainer, ledger):
             self.context(trainer).write(trainer, "quarantine.refused", reason=problem)
             log.warning("incident %d: %s", incident.number, problem)
 
@@ -679,4 +681,6 @@ def _verdict_from_findings(incident: Incident, record: StepRecord) -> Verdict:
         kind = VerdictKind.OPTIMIZATION
     else:
         kind, samples = VerdictKind.UNDETERMINED, ()
-    return Verdict(kind, culprits, "from the findings alone", incident.since_step, sample_ids=samples)
+    # of this step: an incident that is met again after an answer does not reach back to before that answer
+    since = min((f.since_step for f in incident.findings if f.step == record.step), default=incident.since_step)
+    return Verdict(kind, culprits, "from the findings alone", since, sample_ids=samples)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
 from ..incidents import Action
@@ -22,7 +21,16 @@ from ..state.snapshot import (
     state_problems,
     take,
 )
-from .base import SentinelCallback, ledger_of, note_restart
+from .base import (
+    SentinelCallback,
+    apply_quarantine,
+    find_callback,
+    ledger_of,
+    note_restart,
+    poison_lightning_files,
+    watch_lightning_files,
+)
+from .forensic_checkpoint import ForensicCheckpoint
 
 _ROLLBACKS = (Action.RETRY_STEP, Action.ROLLBACK_REPLAY, Action.ROLLBACK_SKIP)
 
@@ -39,6 +47,7 @@ class _Request:
     incident: int
     reason: str
     exclude: tuple[str, ...]
+    checkpoint: str | None = None  # its name where the restore point comes from disk
 
 
 class Rollback(SentinelCallback):
@@ -52,6 +61,9 @@ class Rollback(SentinelCallback):
 
     Snapshots are taken before the first batch of a step: one before the first step of the fit, then every
     ``every_n_steps``. The newest known-good snapshot and the newest one from before each open incident are never dropped.
+    What began before all of them, or long after the newest one that is old enough, goes back to the newest known-good
+    checkpoint of ``ForensicCheckpoint`` on the same path, where the Trainer has that callback; for the moment of the
+    restore this takes the memory of one more snapshot.
 
     Where the data position cannot be put back (see :meth:`unavailable`) rollback is off, with one warning at the start;
     training and all other callbacks go on.
@@ -90,6 +102,8 @@ class Rollback(SentinelCallback):
         self._trainer: Trainer | None = None
         self._last_step = -1
         self._probation: int | None = None  # steps, as seen from the calls of mark_known_good
+        self._unwatch: Callable[[], None] = lambda: None
+        self._starts: dict[int, int] = {}  # step at which each attempt began
 
     # --- What others call ---------------------------------------------------------------------------------------
 
@@ -108,13 +122,24 @@ class Rollback(SentinelCallback):
         A fault that came with the restart of this process, such as a loader that lost its place, is in every state that
         the process has had.
         """
-        restart = self.context(trainer).restart_step
-        if restart is None or before_step > restart:
+        if not self._began_with_restart(trainer, before_step):
             return None
+        if self._saved_step(trainer, before_step) is not None:
+            return None
+        restart = self.context(trainer).restart_step
         return (
             f"every restore point of this process was taken after the restart at step {restart}; resume from a"
             " checkpoint of ForensicCheckpoint instead."
         )
+
+    def reaches(self, trainer: Trainer, before_step: int) -> bool:
+        """True if there is a restore point from before ``before_step``, in memory or on disk. Every rank must ask alike."""
+        snapshots = self.context(trainer).snapshots
+        return any(s.position <= before_step for s in snapshots) or self._saved_step(trainer, before_step) is not None
+
+    def _began_with_restart(self, trainer: Trainer, before_step: int) -> bool:
+        restart = self.context(trainer).restart_step
+        return restart is not None and before_step <= restart
 
     def request(
         self,
@@ -141,8 +166,8 @@ class Rollback(SentinelCallback):
             The snapshot that will be restored.
 
         Raises:
-            RollbackUnavailable: No snapshot is old enough, a replay would begin with the first state after a restart, or
-                rollback is off here.
+            RollbackUnavailable: No restore point is old enough, a replay would begin with the first state after a restart,
+                or rollback is off here.
         """
         if action not in _ROLLBACKS:
             raise ValueError(f"Rollback.request: {action} is not a rollback; use one of {', '.join(_ROLLBACKS)}.")
@@ -156,14 +181,15 @@ class Rollback(SentinelCallback):
             )
         if action is Action.ROLLBACK_REPLAY and (problem := self.replay_problem(trainer, before_step)):
             raise RollbackUnavailable(problem)
-        snapshot = self._choose(trainer, before_step, action)
-        made = _Request(snapshot, before_step, action, incident, reason, tuple(exclude))
+        snapshot, name = self._choose(trainer, before_step, action)
+        made = _Request(snapshot, before_step, action, incident, reason, tuple(exclude), name)
         earlier = self._request
         if earlier is not None:
             # two incidents in one step: one way back, far enough for both
             made.exclude = tuple(dict.fromkeys((*earlier.exclude, *made.exclude)))
             if earlier.snapshot.position < snapshot.position:
                 made.snapshot, made.before_step = earlier.snapshot, earlier.before_step
+                made.checkpoint = earlier.checkpoint
         self._request = made
         return made.snapshot
 
@@ -180,9 +206,11 @@ class Rollback(SentinelCallback):
         context = self.context(trainer)
         context.snapshots.clear()
         note_restart(trainer)
+        apply_quarantine(trainer)
         private.advance_control(trainer).layout = None
         self._light = self._spare = self._spare_light = self._request = self._probation = None
         self._trainer, self._last_step = trainer, -1
+        self._unwatch = watch_lightning_files(trainer)
         problems = [*cursor_problems(trainer), *state_problems(trainer)]
         if not trainer.strategy.reduce_boolean_decision(not problems, all=True) and not problems:
             problems = ["Rollback is off on another rank, and no rank goes back alone; see that rank's log."]
@@ -208,6 +236,8 @@ class Rollback(SentinelCallback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             self._detach(trainer)
+            self._unwatch()
+            self._unwatch = lambda: None
             self._light = self._spare = self._spare_light = None
             self._problem = "training has ended"
 
@@ -219,10 +249,11 @@ class Rollback(SentinelCallback):
         self._request = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"executed": self.executed}
+        return {"executed": self.executed, "starts": dict(self._starts)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.executed = state_dict["executed"]
+        self._starts = dict(state_dict.get("starts", {}))
 
     # --- Taking snapshots ---------------------------------------------------------------------------------------
 
@@ -230,13 +261,18 @@ class Rollback(SentinelCallback):
         trainer = self._trainer
         assert trainer is not None
         step = trainer.global_step
+        self._starts.setdefault(self.context(trainer).attempt, step)
         if private.window_open(trainer) or step == self._last_step:
             return
+        # A batch may hold several steps (several optimizers), so a multiple can be passed without being met.
+        passed = (
+            step // self.every_n_steps > (self._last_step if self._last_step >= 0 else step - 1) // self.every_n_steps
+        )
         self._last_step = step
         context = self.context(trainer)
         unanswered = context.held and any(i.is_open and not i.actions for i in context.incidents)
         first = not context.snapshots
-        due = first or (step % self.every_n_steps == 0 and all(s.step != step for s in context.snapshots))
+        due = first or (passed and all(s.step != step for s in context.snapshots))
         if due and not unanswered:
             # Untrained weights are good, and so is a state that has earned it in an earlier process. What was resumed
             # from anything else has to earn it here.
@@ -282,22 +318,45 @@ class Rollback(SentinelCallback):
 
     # --- Going back ---------------------------------------------------------------------------------------------
 
-    def _choose(self, trainer: Trainer, before_step: int, action: Action) -> Snapshot:
+    def _on_path(self, attempt: int, step: int) -> bool:
+        """True if what was saved then is on the path that the run is on: no later attempt began before that step."""
+        return all(step <= start for later, start in self._starts.items() if later > attempt)
+
+    def _much_newer(self, saved: int | None, snapshot: Snapshot) -> bool:
+        """Reading a checkpoint pays where it spares more steps than usually lie between two snapshots."""
+        return saved is not None and saved > snapshot.step + self.every_n_steps
+
+    def _saved_step(self, trainer: Trainer, before_step: int) -> int | None:
+        checkpoint = find_callback(trainer, ForensicCheckpoint)
+        return None if checkpoint is None else checkpoint.restore_step(trainer, before_step, self._on_path)
+
+    def _choose(self, trainer: Trainer, before_step: int, action: Action) -> tuple[Snapshot, str | None]:
+        """The restore point, and the name of its checkpoint where it comes from disk."""
         if action is Action.RETRY_STEP:
             light = self._light
             usable = light is not None and light.step == before_step and self._weights_untouched(trainer, light)
             if self._on_all_ranks(trainer, usable):
                 assert light is not None
-                return light
+                return light, None
         snapshots = self.context(trainer).snapshots
         old_enough = [s for s in snapshots if s.position <= before_step]
-        if not old_enough:
-            oldest = snapshots[0].step if snapshots else None
-            raise RollbackUnavailable(
-                f"No snapshot from before step {before_step} is left; the oldest is of step {oldest}. Raise `keep`"
-                f" ({self.keep}) or `every_n_steps` ({self.every_n_steps}), or resume from a checkpoint."
-            )
-        return old_enough[-1]
+        if action is Action.ROLLBACK_REPLAY and self._began_with_restart(trainer, before_step):
+            old_enough = []  # what this process has seen is as wrong as what it has now
+        newest = old_enough[-1] if old_enough else None
+        if newest is not None and not self._much_newer(self._saved_step(trainer, before_step), newest):
+            return newest, None
+        checkpoint = find_callback(trainer, ForensicCheckpoint)
+        saved = None if checkpoint is None else checkpoint.restore_point(trainer, before_step, self._on_path)
+        if saved is not None and (newest is None or self._much_newer(saved[0].step, newest)):
+            return saved[0], saved[1].name
+        if newest is not None:
+            return newest, None
+        oldest = snapshots[0].step if snapshots else None
+        raise RollbackUnavailable(
+            f"No snapshot from before step {before_step} is left; the oldest is of step {oldest}, and no known-good"
+            f" checkpoint is older. Raise `keep` ({self.keep}) or `every_n_steps` ({self.every_n_steps}), or add"
+            " lightning_sentinel.ForensicCheckpoint."
+        )
 
     @staticmethod
     def _weights_untouched(trainer: Trainer, light: Snapshot) -> bool:
@@ -319,7 +378,7 @@ class Rollback(SentinelCallback):
         snapshot = request.snapshot
         if snapshot.light and not self._on_all_ranks(trainer, self._weights_untouched(trainer, snapshot)):
             # the step was not kept out of the weights after all
-            snapshot = self._choose(trainer, request.before_step, Action.ROLLBACK_REPLAY)
+            snapshot, request.checkpoint = self._choose(trainer, request.before_step, Action.ROLLBACK_REPLAY)
         replayed = self._replayed(trainer, snapshot.step)
         context.attempt += 1
         self.executed += 1
@@ -334,39 +393,32 @@ class Rollback(SentinelCallback):
             light=snapshot.light,
             replayed=replayed,
             excluded=list(request.exclude),
+            **({} if request.checkpoint is None else {"checkpoint": request.checkpoint}),
         )
         context.journal.flush()
         if request.exclude:
             self._exclude(trainer, request)
-        files = self._lightning_files(trainer)
         restore_between_batches(trainer, snapshot)
-        for path in sorted(files - self._lightning_files(trainer)):
-            context.write(
-                trainer,
-                "checkpoint.poisoned",
-                path=path,
-                reason="written by ModelCheckpoint on a path that was abandoned",
-                since_step=request.before_step,
-                incident=request.incident,
-            )
+        poison_lightning_files(
+            trainer,
+            request.before_step,
+            request.incident,
+            "written on a path that was abandoned, after the trouble began",
+        )
         for newer in [s for s in context.snapshots if s.position > snapshot.position]:
             context.snapshots.remove(newer)
             self._spare = newer
+        self._starts[context.attempt] = snapshot.step
+        if request.checkpoint is not None:
+            context.scratch["known_good_step"] = (
+                snapshot.step
+            )  # the snapshot that is taken of it now has earned it, too
         self._last_step = -1
         self._light = None
         context.held = False
         context.record = context.window = None
         if context.healthy_window is not None and context.healthy_window.step >= snapshot.step:
             context.healthy_window = None
-
-    @staticmethod
-    def _lightning_files(trainer: Trainer) -> set[str]:
-        """Files that Lightning's own checkpoint callbacks count among their best or their last."""
-        paths: set[str] = set()
-        for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint):
-                paths |= {*callback.best_k_models, callback.last_model_path}
-        return paths - {""}
 
     def _replayed(self, trainer: Trainer, step: int) -> list[str]:
         """This rank's samples of ``step`` and later on the path that is given up, each once, in the order drawn."""

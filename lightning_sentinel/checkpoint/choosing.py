@@ -44,7 +44,7 @@ def choose(
             break
         loaded = None
         if not problem:
-            loaded, problem = _load(trainer, store, Path(path))
+            loaded, problem = load_everywhere(trainer, store, Path(path))
         if loaded is not None:
             if note:
                 log.warning("%s", note)
@@ -86,7 +86,8 @@ def _look(store: CheckpointStore, resume: str | Path, world_size: int) -> Iterat
                 yield str(path), "; ".join(problems) or _foreign(store, path, world_size), note
 
 
-def _load(trainer: Trainer, store: CheckpointStore, path: Path) -> tuple[Loaded | None, str]:
+def load_everywhere(trainer: Trainer, store: CheckpointStore, path: Path) -> tuple[Loaded | None, str]:
+    """Every rank's own part of one checkpoint, or None on all of them with the reasons of those that could not."""
     loaded, problem = None, ""
     try:
         loaded = load(store, store.read(path), trainer.global_rank)

@@ -18,6 +18,7 @@ class Recorded:
     incidents: The newest state of each incident, by number.
     earlier_epochs: Sample ids of the step that ended with the batch ``at_batch``, by epoch.
     rate_changes: Steps at which a learning rate left its path; -1 where the run was changed on purpose.
+    poisoned: Paths of checkpoints that hold what an incident has damaged, with the reason.
     """
 
     attempt: int = -1
@@ -26,6 +27,7 @@ class Recorded:
     incidents: dict[int, dict[str, Any]] = field(default_factory=dict)
     earlier_epochs: dict[int, list[str]] = field(default_factory=dict)
     rate_changes: set[int] = field(default_factory=set)
+    poisoned: dict[str, str] = field(default_factory=dict)
 
 
 def read_recorded(
@@ -62,5 +64,7 @@ def _take(found: Recorded, event: dict[str, Any], step: int, attempt: int | None
         found.rate_changes.add(int(event["step"]))
     elif name.startswith("experiment."):
         found.rate_changes.add(-1)
+    elif name == "checkpoint.poisoned" and "path" in event:
+        found.poisoned[str(event["path"])] = f"since step {event.get('since_step')}: {event.get('reason', '')}"
     elif name.startswith("incident.") and isinstance(event.get("incident"), dict):
         found.incidents[int(event["incident"]["number"])] = event["incident"]

@@ -51,6 +51,21 @@ class Plan:
             updates=tuple(_updates(o["state"].values()) for o in optimizers),
         )
 
+    @classmethod
+    def of_file(cls, checkpoint: Mapping[str, Any]) -> Plan | None:
+        """From an ordinary Lightning checkpoint; None where it holds no optimizer state that can be read.
+
+        Lightning keeps the scaler's state under the class name of the precision plugin and leaves it out silently where
+        that name is another one now, so it is looked for by what it holds.
+        """
+        optimizers, schedulers = checkpoint.get("optimizer_states"), checkpoint.get("lr_schedulers", [])
+        if not isinstance(optimizers, list) or not all(
+            isinstance(o, Mapping) and "param_groups" in o for o in optimizers
+        ):
+            return None
+        scalers = (v for v in checkpoint.values() if isinstance(v, Mapping) and {"scale", "growth_factor"} <= v.keys())
+        return cls.of(optimizers, schedulers, next(scalers, {}))
+
 
 def differences(saved: Plan, live: Plan, step: int, *, compare_rates: bool = True) -> list[Finding]:
     """One finding per thing that has jumped over a restart.
@@ -117,15 +132,22 @@ def rates_finding(step: int, recorded: Sequence[float], live: Sequence[float]) -
 
 
 def cursor_finding(
-    step: int, expected: Sequence[str], live: Sequence[str], ranks: Sequence[int], source: str, note: str = ""
+    step: int,
+    expected: Sequence[str],
+    live: Sequence[str],
+    ranks: Sequence[int],
+    source: str,
+    note: str = "",
+    what: str = "the first batch after the restart is not the one",
 ) -> Finding:
-    """The data is not where it was: ``expected`` and ``live`` are sample ids of the first batch; ``note`` says more."""
+    """The data is not where it was: ``expected`` and ``live`` are sample ids of the first batch, or of what ``what`` says;
+    ``note`` says more."""
     lost = [i for i in expected if i not in set(live)]
     return _finding(
         "cursor",
         step,
-        f"{note}the first batch after the restart is not the one that {source}: expected {list(expected[:4])}, got"
-        f" {list(live[:4])}; {len(lost)} samples would be lost: {lost[:16]}",
+        f"{note}{what} that {source}: expected {list(expected[:4])}, got {list(live[:4])}; {len(lost)} samples would be"
+        f" lost: {lost[:16]}",
         {"expected": list(expected[:64]), "live": list(live[:64]), "lost": lost[:64]},
         float(len(lost)),
         tuple(ranks),

@@ -15,6 +15,7 @@ from ..callbacks.base import gather_objects
 from ..context import context_of
 from ..incidents import Finding, FindingKind, Incident, IncidentStatus, Severity
 from ..journal import number
+from ..record import StepRecord
 from .contents import Loaded, batch_ids, load
 from .manifest import Status
 from .recorded import Recorded, read_recorded
@@ -35,6 +36,7 @@ class ResumedRun:
         loaded: The suite's checkpoint, or None after a resume by Lightning's own means.
         next_ids: Ids of samples that had been fetched ahead, if any.
         plan: Schedule and rates in the suite's checkpoint of the very step at which Lightning's own means have resumed.
+        file_plan: The same, loss scale and update counts too, in the file that Lightning's own means have resumed from.
         validated: Set when a validation has run since: the user's own schedules may have moved rightly.
     """
 
@@ -43,8 +45,13 @@ class ResumedRun:
     next_ids: list[str] = field(default_factory=list)
     validated: bool = False
     plan: Plan | None = None
+    file_plan: Plan | None = None
     _fresh: bool = True
     _differences: list[float] = field(default_factory=list)
+    _equal_ids: int = 0
+    _same_data: bool = True
+    _steps_left: int = 0
+    _last_done: int = -1
 
     @classmethod
     def from_suite(cls, trainer: Trainer, loaded: Loaded, steps: int) -> ResumedRun:
@@ -56,11 +63,13 @@ class ResumedRun:
             attempt=snapshot.attempt,
             steps=steps,
         )
-        return cls(recorded, loaded, loaded.next_sample_ids)
+        return cls(recorded, loaded, loaded.next_sample_ids, _steps_left=steps, _last_done=snapshot.step - 1)
 
     @classmethod
-    def from_lightning(cls, trainer: Trainer, store: CheckpointStore, steps: int) -> ResumedRun:
-        """After ``fit(ckpt_path=...)``: what the suite's own records of this run folder say comes next."""
+    def from_lightning(
+        cls, trainer: Trainer, store: CheckpointStore, steps: int, file_plan: Plan | None = None
+    ) -> ResumedRun:
+        """After ``fit(ckpt_path=...)``: what the file and the suite's own records of this run folder say comes next."""
         step, rank = trainer.global_step, trainer.global_rank
         first = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         recorded = read_recorded(
@@ -71,7 +80,7 @@ class ResumedRun:
             steps=steps,
             at_batch=first + trainer.accumulate_grad_batches - 1,
         )
-        found = cls(recorded)
+        found = cls(recorded, file_plan=file_plan, _steps_left=steps, _last_done=step - 1)
         for checkpoint in reversed(store.checkpoints()):
             if checkpoint.step != step or checkpoint.manifest.world_size != trainer.world_size:
                 continue
@@ -138,19 +147,23 @@ class ResumedRun:
         return differences(saved, live, trainer.global_step, compare_rates=not (crossed and own_schedule))
 
     def _compare_schedule(self, trainer: Trainer, live: Plan) -> list[Finding]:
-        """After a resume by Lightning's own means: against the suite's checkpoint of this step, else the journal.
+        """After a resume by Lightning's own means: against the file itself, the suite's checkpoint of this step, the journal.
 
-        Only where a schedule alone sets the rates and moves with the steps: elsewhere a difference may well be right.
+        Rates only where a schedule alone sets them and moves with the steps: elsewhere a difference may well be right.
         """
         schedules = trainer.lr_scheduler_configs
-        by_steps = all(c.interval == "step" and not c.reduce_on_plateau for c in schedules)
-        if not schedules or not by_steps or not trainer.lightning_module.automatic_optimization:
-            return []
+        planned = trainer.lightning_module.automatic_optimization and all(
+            c.interval == "step" and not c.reduce_on_plateau for c in schedules
+        )
         found: list[Finding] = []
         step, changes = trainer.global_step, self.recorded.rate_changes
+        if self.file_plan is not None:
+            found = differences(self.file_plan, live, step, compare_rates=planned)
         rates = [rate for group in live.rates for rate in group]
         before = (self.recorded.steps.get(step) or {}).get("lr")
-        if self.plan is not None:
+        if found or not schedules or not planned:
+            pass
+        elif self.plan is not None:
             # scale and updates may be of another pass over these steps; the schedule is the same in all of them
             found = differences(replace(self.plan, scale=live.scale, updates=live.updates), live, step)
         elif isinstance(before, list) and not changes & {-1, step} and not _close(rates, before):
@@ -173,6 +186,7 @@ class ResumedRun:
         ranks = [rank for rank, verdict in enumerate(verdicts) if verdict[0]]
         if not ranks:
             return []
+        self._same_data = False
         _, expected, live, source, note = verdicts[ranks[0]]
         return [cursor_finding(trainer.global_step, expected, live, ranks, source, note)]
 
@@ -186,33 +200,82 @@ class ResumedRun:
     def _expected_ids(self, trainer: Trainer) -> tuple[list[str], str]:
         ledger = context_of(trainer).ledger
         active = frozenset() if ledger is None else ledger.active
-        if self.loaded is not None and active != self.loaded.ledger_names:
-            return [], ""  # something has been quarantined since: other samples are right
+        if not self._order_holds(active):
+            return [], ""
         if self.next_ids:
             return self.next_ids, "the checkpoint had fetched ahead"
         row = self.recorded.steps.get(trainer.global_step)
         return (list(row.get("sample_ids") or []), "the journal has at this step") if row else ([], "")
 
+    def _order_holds(self, active: frozenset[str]) -> bool:
+        """False if somebody has been quarantined since: then other samples are right."""
+        if self.loaded is not None:
+            return active == self.loaded.ledger_names
+        recorded = {f"sample:{i}" for row in self.recorded.steps.values() for i in row.get("sample_ids") or ()}
+        sources = any(name.startswith("source:") for name in active)
+        return not (sources or active & {*recorded, *(f"sample:{i}" for i in self.next_ids)})
+
     # ---------------------------------------------------------------------------------------------- the first steps
 
     def step_done(self, trainer: Trainer, attempt: int) -> list[Finding]:
         """Hold the step that has just ended against the journal; the summary is journalled when all are compared."""
-        record, rows = context_of(trainer).record, self.recorded.steps
-        if self.loaded is None or record is None or record.step not in rows:
+        context, rows = context_of(trainer), self.recorded.steps
+        record = context.record
+        if record is None or trainer.global_step <= record.step or context.attempt != attempt:
             return []
-        if trainer.global_step <= record.step or record.attempt != attempt:
+        if record.step <= self._last_done or self._steps_left <= 0:  # a further micro-batch, or all are compared
             return []
-        before = float(rows.pop(record.step)["loss"])
-        difference = abs(record.mean_loss - before) / max(abs(before), 1e-12)
-        self._differences.append(difference)
-        if not rows:
-            context_of(trainer).write(
+        # several optimizers take several steps in one batch
+        unfinished = bool(rows)
+        done = {r.step: r for r in (*context.history, record) if self._last_done < r.step <= record.step}
+        self._last_done, self._steps_left = record.step, self._steps_left - len(done)
+        found = [finding for step in sorted(done) for finding in self._compare_step(trainer, done[step])]
+        if self._differences and unfinished and not rows:
+            context.write(
                 trainer,
                 "run.compared",
                 steps=len(self._differences),
                 equal_losses=sum(d == 0 for d in self._differences),
+                equal_samples=self._equal_ids,
                 largest_relative_difference=max(self._differences),
             )
+        return found
+
+    def _compare_step(self, trainer: Trainer, record: StepRecord) -> list[Finding]:
+        row = self.recorded.steps.pop(record.step, None)
+        found = self._compare_ids(trainer, record.step, row, record.sample_ids)
+        # after a resume by Lightning's own means dropout differs, and with it the losses
+        if row is None or self.loaded is None:
+            return found
+        before = float(row["loss"])
+        difference = _relative(record.mean_loss, before)
+        self._differences.append(difference)
+        self._equal_ids += list(record.sample_ids) == list(row.get("sample_ids") or [])
+        return found + self._compare_loss(record, before, difference)
+
+    def _compare_ids(
+        self, trainer: Trainer, step: int, row: dict[str, Any] | None, live: Sequence[str]
+    ) -> list[Finding]:
+        """Are this step's samples those of the journal? Said once; every rank takes part in each of the first steps."""
+        ledger = context_of(trainer).ledger
+        known = list((row or {}).get("sample_ids") or [])
+        mine: list[Any] = []
+        if known and self._order_holds(frozenset() if ledger is None else ledger.active):
+            snapshot = None if self.loaded is None else self.loaded.snapshot
+            middle = snapshot is not None and snapshot.mid_accumulation and snapshot.step == step
+            if not ids_agree(known, live, mid_accumulation=middle) or (not middle and len(known) != len(live)):
+                mine = [(trainer.global_rank, known, list(live))]
+        told = gather_objects(trainer, mine)
+        if not told or not self._same_data:
+            return []
+        self._same_data = False
+        _, expected, got = told[0]
+        what = f"the samples of step {step} are not those"
+        ranks = [rank for rank, _, _ in told]
+        return [cursor_finding(step, expected, got, ranks, "the journal has at this step", what=what)]
+
+    @staticmethod
+    def _compare_loss(record: StepRecord, before: float, difference: float) -> list[Finding]:
         if difference <= LOSS_DIFFERENCE:
             return []
         message = f"restart-aligned: step {record.step} had a loss of {before:.6g} nats, now {record.mean_loss:.6g}"
@@ -229,6 +292,14 @@ class ResumedRun:
                 unit="relative",
             )
         ]
+
+
+def _relative(now: float, before: float) -> float:
+    """Relative difference; a loss that is not known (a further optimizer of the same batch has none) equals another such."""
+    if math.isnan(now) and math.isnan(before):
+        return 0.0
+    difference = abs(now - before) / max(abs(before), 1e-12)
+    return math.inf if math.isnan(difference) else difference
 
 
 def _close(rates: Sequence[float], recorded: Sequence[Any]) -> bool:

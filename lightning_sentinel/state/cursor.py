@@ -87,7 +87,7 @@ def restore_cursor(trainer: Trainer, cursor: dict[str, Any], ledger: QuarantineL
     for loader, state in zip(stateful, cursor["loaders"], strict=True):
         loader.load_state_dict(clone(state))
     if ledger is not None:
-        ledger.apply(loaders)
+        ledger.apply(loaders)  # before the iterators are made: some draw ahead at once
     private.iterate_without_prefetch(fetcher)
     iterator = private.combined_iterator(trainer)
     private.set_iterator_position(iterator, cursor["index"], cursor["consumed"])
@@ -99,11 +99,30 @@ def restore_cursor(trainer: Trainer, cursor: dict[str, Any], ledger: QuarantineL
     if hasattr(fetcher, "batches"):
         fetcher.batches = clone(cursor["batches"])
     fetcher.fetched, fetcher.done = cursor["fetched"], cursor["done"]
-    if ledger is not None and ledger.active and getattr(fetcher, "batches", []):
-        _drop_excluded(fetcher, iterator, loaders, ledger.active)
+    if ledger is not None:
+        _drop_fetched(trainer, ledger)
     for name, generator in _generators(trainer).items():
         if name in cursor["generators"]:
             generator.set_state(cursor["generators"][name])
+
+
+def apply_ledger(trainer: Trainer, ledger: QuarantineLedger) -> list[str]:
+    """From here on nobody who is quarantined is trained on, not even out of a batch that Lightning has fetched ahead.
+
+    Returns:
+        A sentence for each loader that could not follow; empty if all did.
+    """
+    problems = ledger.apply(private.train_loaders(trainer))
+    _drop_fetched(trainer, ledger)
+    return problems
+
+
+def _drop_fetched(trainer: Trainer, ledger: QuarantineLedger) -> None:
+    fetcher, iterator = private.fetcher_of(trainer), private.combined_iterator(trainer)
+    loaders = private.train_loaders(trainer)
+    follows = all(hasattr(loader, "exclude") for loader in loaders)
+    if follows and iterator is not None and ledger.active and getattr(fetcher, "batches", []):
+        _drop_excluded(fetcher, iterator, loaders, ledger.active)
 
 
 def _drop_excluded(fetcher: Any, iterator: Any, loaders: list[Any], excluded: frozenset[str]) -> None:

@@ -346,6 +346,10 @@ def reset_scheduler(trainer: L.Trainer) -> None:
     scheduler.step()
 
 
+def do_nothing(trainer: L.Trainer) -> None:
+    return None
+
+
 def test_a_scheduler_reset_after_the_resume_is_named(tmp_path: Path) -> None:
     findings, _, plans = restarted(tmp_path, reset_scheduler)
     assert [(f.kind, f.culprits, f.restart_aligned, f.step) for f in findings] == [
@@ -378,10 +382,17 @@ def test_an_optimizer_that_jumped_is_named(culprit: str, strike: Any, tmp_path: 
 def test_a_schedule_that_jumped_is_named_after_a_resume_by_lightning(known_by: str, tmp_path: Path) -> None:
     fit(suite(tmp_path, every_n_steps=8, write_lightning_ckpt=True), max_steps=10)
     file = (tmp_path / "checkpoints" / "step-00000008" / "lightning.ckpt").rename(tmp_path / "eight.ckpt")
-    store_of(tmp_path).checkpoints()[0].path.rename(tmp_path / "away") if known_by == "journal" else None
-    for strike, jumped in ((lambda trainer: None, False), (reset_scheduler, True)):
+    wrong, strike = file, reset_scheduler
+    if known_by == "journal":
+        # no checkpoint of the suite, and the file itself is what is wrong
+        store_of(tmp_path).checkpoints()[0].path.rename(tmp_path / "away")
+        content, wrong, strike = torch.load(file, weights_only=False), tmp_path / "wrong.ckpt", do_nothing
+        content["lr_schedulers"][0] |= {"last_epoch": 0, "_step_count": 1, "_last_lr": [1e-2]}
+        content["optimizer_states"][0]["param_groups"][0]["lr"] = 1e-2
+        torch.save(content, wrong)
+    for path, change, jumped in ((file, do_nothing, False), (wrong, strike, True)):
         gate = Gate()
-        fit([At(8, strike), gate, *suite(tmp_path, every_n_steps=0)], seeds=3, ckpt_path=file, max_steps=9)
+        fit([At(8, change), gate, *suite(tmp_path, every_n_steps=0)], seeds=3, ckpt_path=path, max_steps=9)
         found = [f for f in gate.findings if f.culprits == ("scheduler",)]
         assert len(found) == jumped
     severity = Severity.INCIDENT if known_by == "checkpoint" else Severity.ALARM

@@ -1,11 +1,12 @@
 """Two gloo processes: an uninterrupted run, then one that rolls back; each rank writes down whether they are equal.
 
-Started by a test as ``python state_two_ranks.py <folder> ddp:1 ddp:2 fsdp2:1`` (strategy and accumulation); Lightning
-starts the second rank.
+Started by a test as ``python state_two_ranks.py <folder> ddp:1:0 fsdp2:1:2 skip`` (strategy, accumulation, workers; or the
+name of another scene); Lightning starts the second rank.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -17,13 +18,17 @@ import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from state_world import Hurt, Net, Recorder, Samples, same, seed_all
+from test_state_incidents import Alarm, names_of
+from test_state_mixture import Numbered
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from lightning_sentinel.callbacks.rollback import Rollback
-from lightning_sentinel.incidents import Action
+from lightning_sentinel import ForensicCheckpoint, IncidentResponse, RankTelemetry, Rollback, RunJournal
+from lightning_sentinel.data.mixture import MixtureLoader
+from lightning_sentinel.incidents import Action, FindingKind
+from lightning_sentinel.journal import iter_events
 from lightning_sentinel.state.tree import local, map_tensors
 
 warnings.filterwarnings("ignore")
@@ -32,9 +37,9 @@ torch.set_num_threads(1)
 
 
 class TwoRanks(Net):
-    def __init__(self, sharded: bool) -> None:
+    def __init__(self, sharded: bool, workers: int = 0) -> None:
         super().__init__()
-        self.sharded = sharded
+        self.sharded, self.workers = sharded, workers
         if sharded:
             # running statistics are not sharded and would differ between ranks
             self.net = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 1))
@@ -50,12 +55,23 @@ class TwoRanks(Net):
         samples = Samples(64)
         ranks, rank = self.trainer.world_size, self.trainer.global_rank
         sampler = StatefulDistributedSampler(samples, num_replicas=ranks, rank=rank, shuffle=True, seed=3)
-        return StatefulDataLoader(samples, batch_size=4, sampler=sampler)
+        return StatefulDataLoader(samples, batch_size=4, sampler=sampler, num_workers=self.workers)
 
 
-def fit(kind: str, accumulate: int, *callbacks: L.Callback) -> tuple[Recorder, dict[str, Any], L.Trainer]:
+class Mixed(TwoRanks):
+    """Both ranks draw from one global order; the loader brings ids and can leave samples out."""
+
+    def train_dataloader(self) -> Any:
+        ranks, rank = self.trainer.world_size, self.trainer.global_rank
+        return MixtureLoader([Numbered("a", 0, 96)], batch_size=4, steps_per_epoch=8, rank=rank, world_size=ranks)
+
+
+def fit(
+    kind: str, accumulate: int, *callbacks: L.Callback, workers: int = 0, mixed: bool = False, seed: int = 1
+) -> tuple[Recorder, dict[str, Any], L.Trainer]:
     seed_all(0)
-    recorder, module = Recorder(), TwoRanks(kind == "fsdp2")
+    recorder = Recorder()
+    module = Mixed(False) if mixed else TwoRanks(kind == "fsdp2", workers)
     strategy: Any = (
         ModelParallelStrategy(process_group_backend="gloo")
         if kind == "fsdp2"
@@ -75,7 +91,7 @@ def fit(kind: str, accumulate: int, *callbacks: L.Callback) -> tuple[Recorder, d
         limit_val_batches=0,
         callbacks=[recorder, *callbacks],
     )
-    seed_all(1 + trainer.global_rank)
+    seed_all(seed + trainer.global_rank)
     trainer.fit(module)
     state = {
         "module": {n: local(t.detach()).clone() for n, t in [*module.named_parameters(), *module.named_buffers()]},
@@ -85,11 +101,11 @@ def fit(kind: str, accumulate: int, *callbacks: L.Callback) -> tuple[Recorder, d
     return recorder, state, trainer
 
 
-def compare(kind: str, accumulate: int, folder: Path) -> None:
-    reference, state, _ = fit(kind, accumulate)
+def compare(kind: str, accumulate: int, workers: int, folder: Path) -> None:
+    reference, state, _ = fit(kind, accumulate, workers=workers)
     rollback = Rollback(every_n_steps=2)
     hurt = Hurt(rollback, 2 * accumulate + 3, (2 * accumulate + 2) // accumulate)
-    outcome, after, trainer = fit(kind, accumulate, hurt, rollback)
+    outcome, after, trainer = fit(kind, accumulate, hurt, rollback, workers=workers)
     result = {"executed": rollback.executed, "restored": hurt.restored, "problem": "", "steps": len(outcome.steps)}
     try:
         assert outcome.steps == reference.steps, "the logs of the steps differ"
@@ -97,7 +113,7 @@ def compare(kind: str, accumulate: int, folder: Path) -> None:
         same(after, state)
     except AssertionError as error:
         result["problem"] = str(error)
-    (folder / f"{kind}-{accumulate}-rank-{trainer.global_rank}.json").write_text(json.dumps(result))
+    (folder / f"{kind}-{accumulate}-{workers}-rank-{trainer.global_rank}.json").write_text(json.dumps(result))
 
 
 class UnevenRetry(L.Callback):
@@ -141,9 +157,65 @@ def uneven(late: bool, folder: Path) -> None:
     assert calls == 16 + 2, calls  # steps 2 and 3 once more
 
 
+class Stop(L.Callback):
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step == 11:
+            raise InterruptedError
+
+
+def suite(run_dir: Path, *extra: L.Callback) -> list[L.Callback]:
+    return [
+        RunJournal(run_dir, report=False),
+        *extra,
+        RankTelemetry(),
+        IncidentResponse(
+            "recover", ladders={"undetermined/loss": ["rollback_skip", "stop"]}, triage=False, probation_steps=2
+        ),
+        Rollback(every_n_steps=2),
+        ForensicCheckpoint(4, probation_steps=1, save_on_exception=False),
+    ]
+
+
+def skip(folder: Path) -> None:
+    """One rank has a finding at step 5: the batch of both is left out, also by the processes that resume."""
+    run_dir = folder / "run"
+    reference, _, trainer = fit("ddp", 1, mixed=True)
+    with contextlib.suppress(InterruptedError):
+        fit("ddp", 1, Stop(), *suite(run_dir, Alarm({5: 5})), mixed=True)
+    first = [e for e in iter_events(run_dir, rank=trainer.global_rank) if e["event"] == "action.rollback"]
+    outcome, _, trainer = fit("ddp", 1, *suite(run_dir), mixed=True, seed=40)
+    result = {"reference": reference.steps, "steps": outcome.steps, "excluded": [e["excluded"] for e in first]}
+    (folder / f"skip-rank-{trainer.global_rank}.json").write_text(json.dumps(result))
+
+
+def late(folder: Path) -> None:
+    """What began before every snapshot goes back, on both ranks, to the newest checkpoint that both can read."""
+    run_dir = folder / "late"
+    reference, state, _ = fit("ddp", 1)
+    callbacks = suite(run_dir, Alarm({13: 5}, FindingKind.LEVEL_SHIFT))
+    callbacks[-3].policy = IncidentResponse(  # type: ignore[attr-defined]
+        "recover", ladders={"undetermined/loss": ["rollback_replay", "stop"]}
+    ).policy
+    callbacks[2].sample_id_fn = names_of  # type: ignore[attr-defined]
+    outcome, after, trainer = fit("ddp", 1, *callbacks)
+    backs = [e for e in iter_events(run_dir, rank=trainer.global_rank) if e["event"] == "action.rollback"]
+    problem = ""
+    try:
+        assert outcome.steps == reference.steps, "the logs of the steps differ"
+        same(after, state)
+    except AssertionError as error:
+        problem = str(error)
+    result = {"back": [(e["to_step"], e.get("checkpoint")) for e in backs], "problem": problem}
+    (folder / f"late-rank-{trainer.global_rank}.json").write_text(json.dumps(result))
+
+
 if __name__ == "__main__":
+    target = Path(sys.argv[1])
     for name in sys.argv[2:]:
         if name.startswith("uneven:"):
-            uneven(name == "uneven:late", Path(sys.argv[1]))
-            continue
-        compare(name.split(":")[0], int(name.split(":")[1]), Path(sys.argv[1]))
+            uneven(name == "uneven:late", target)
+        elif name in ("skip", "late"):
+            {"skip": skip, "late": late}[name](target)
+        else:
+            strategy, accumulate, workers = name.split(":")
+            compare(strategy, int(accumulate), int(workers), target)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning as L
@@ -89,12 +89,14 @@ class Net(L.LightningModule):
         manual: bool = False,
         two_optimizers: bool = False,
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+        step_every: int = 1,
     ) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 1))
         self.other = nn.Linear(8, 1)
         self.error = torchmetrics.MeanMetric()
         self.scheduler, self.two, self.make_optimizer = scheduler, two_optimizers, optimizer
+        self.step_every = step_every  # batches that manual optimization accumulates itself
         self.automatic_optimization = not manual
         self.calls = 0  # plain on purpose: counts all passes, the abandoned ones too
         self.seen_loss = torch.zeros(())
@@ -129,12 +131,14 @@ class Net(L.LightningModule):
         self.log("smallest", loss, on_step=False, on_epoch=True, reduce_fx=min, batch_size=4)
         if self.automatic_optimization:
             return loss
-        self.step_by_hand(loss)
+        self.step_by_hand(loss, batch_idx)
         return None
 
-    def step_by_hand(self, loss: Tensor) -> None:
+    def step_by_hand(self, loss: Tensor, batch_idx: int) -> None:
         optimizers = self.optimizers() if self.two else [self.optimizers()]
-        self.manual_backward(loss)
+        self.manual_backward(loss / self.step_every)
+        if (batch_idx + 1) % self.step_every:
+            return
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -155,6 +159,8 @@ class Net(L.LightningModule):
             if self.scheduler == "plateau":
                 plan: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
                 out.append({"optimizer": optimizer, "lr_scheduler": {"scheduler": plan, "monitor": "val_loss"}})
+            elif self.scheduler == "none":
+                out.append(optimizer)
             elif self.scheduler == "epoch":
                 out.append([torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)])
                 out[-1] = {"optimizer": optimizer, "lr_scheduler": {"scheduler": out[-1][0], "interval": "epoch"}}
@@ -243,6 +249,10 @@ class Cell:
     fp16: bool = False
     validation: bool = False
     callbacks: Callable[[], list[L.Callback]] = list
+
+    def __or__(self, options: dict[str, Any]) -> Cell:
+        """The same with more options of the Trainer."""
+        return replace(self, trainer=self.trainer | options)
 
 
 @dataclass

@@ -114,7 +114,7 @@ def checkpoints(path: Path, **options: Any) -> ModelCheckpoint:
 def test_model_checkpoint_saves_again_and_forgets_what_came_after(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cell = Cell("checkpoint", batch=9, before_step=8, every=3, trainer={"enable_checkpointing": True})
+    cell = Cell("checkpoint", batch=9, before_step=7, every=3, trainer={"enable_checkpointing": True})
     first = checkpoints(tmp_path / "clean")
     reference = run(cell, first)
     second = checkpoints(tmp_path / "hurt")

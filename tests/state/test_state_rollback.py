@@ -210,7 +210,7 @@ def test_what_is_written_and_what_goes_back_in_the_context() -> None:
     assert context.tokens == 120
     assert [r.step for r in context.history] == list(range(12))
     assert [step for step, _, _ in context.rates] == list(range(12))
-    assert rollback.state_dict() == {"executed": 1}
+    assert rollback.state_dict() == {"executed": 1, "starts": {0: 0, 1: 4}}
 
 
 class Suspicious(L.Callback):
@@ -330,8 +330,8 @@ def test_requests_that_cannot_be_met() -> None:
     rollback = Rollback(every_n_steps=5)
     run(Cell("refused"), Ask(), rollback)
     assert messages == [
-        "No snapshot from before step 3 is left; the oldest is of step 20. Raise `keep` (2) or `every_n_steps` (5), or"
-        " resume from a checkpoint.",
+        "No snapshot from before step 3 is left; the oldest is of step 20, and no known-good checkpoint is older. Raise"
+        " `keep` (2) or `every_n_steps` (5), or add lightning_sentinel.ForensicCheckpoint.",
         "StatefulDataLoader has no `exclude(names)`, so 1 samples or sources cannot be left out. Use"
         " lightning_sentinel.data.MixtureLoader, or skip the step instead.",
     ]

@@ -22,10 +22,13 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_sentinel.callbacks.rollback import Rollback
 
 
-def both(mode: str) -> Any:
+def both(mode: str, workers: int = 0, stream: bool = False) -> Any:
+    """Twelve batches of one loader (with a length or without) and five of another."""
+
     def make() -> CombinedLoader:
-        short = StatefulDataLoader(Samples(20), batch_size=4, shuffle=True)
-        return CombinedLoader({"long": map_loader(), "short": short}, mode)
+        short = StatefulDataLoader(Samples(20), batch_size=4, shuffle=True, num_workers=workers)
+        long = stream_loader(workers) if stream else map_loader(workers)
+        return CombinedLoader({"long": long, "short": short}, mode)
 
     return make
 
@@ -53,6 +56,22 @@ CELLS = [
     Cell("hurt in the middle of a window", batch=9, before_step=4, every=2, trainer={"accumulate_grad_batches": 2}),
     Cell("manual", net={"manual": True}),
     Cell("manual, two optimizers", batch=9, before_step=16, every=2, net={"manual": True, "two_optimizers": True}),
+    Cell(
+        "manual, accumulating by itself",
+        batch=9,
+        before_step=3,
+        every=2,
+        net={"manual": True, "step_every": 3},
+        restored=2,
+    ),
+    Cell(
+        "manual, two optimizers, multiples passed over",
+        batch=9,
+        before_step=16,
+        every=5,
+        net={"manual": True, "two_optimizers": True},
+        restored=16,
+    ),
     Cell("momentum", net={"optimizer": torch.optim.SGD}),
     Cell("scheduler by epoch", batch=15, before_step=14, every=5, net={"scheduler": "epoch"}, restored=10),
     Cell(
@@ -79,7 +98,35 @@ CELLS = [
     Cell("combined, min_size", batch=9, before_step=8, every=3, loader=both("min_size")),
     Cell("combined, max_size_cycle", batch=11, before_step=10, every=7, loader=both("max_size_cycle")),
     Cell("combined, max_size", batch=11, before_step=10, every=7, loader=both("max_size")),
+    Cell("combined, min_size, next epoch", batch=7, before_step=6, every=4, loader=both("min_size"), restored=4),
+    Cell(
+        "combined, max_size_cycle, short one runs out on the abandoned path",
+        batch=8,
+        before_step=7,
+        every=3,
+        loader=both("max_size_cycle"),
+        restored=6,
+    ),
+    Cell("combined, max_size_cycle, next epoch", batch=14, before_step=13, every=11, loader=both("max_size_cycle")),
+    Cell(
+        "combined, max_size, short one just out", batch=8, before_step=7, every=5, loader=both("max_size"), restored=5
+    ),
+    Cell("combined, max_size, next epoch", batch=14, before_step=13, every=11, loader=both("max_size"), restored=11),
+    Cell("combined, min_size, no length", batch=5, before_step=4, every=3, loader=both("min_size", stream=True)),
+    Cell(
+        "combined, max_size_cycle, no length",
+        batch=9,
+        before_step=8,
+        every=4,
+        loader=both("max_size_cycle", stream=True),
+    ),
+    Cell("combined, max_size, no length", batch=14, before_step=13, every=11, loader=both("max_size", stream=True)),
     Cell("limit_train_batches", batch=9, before_step=8, every=3, trainer={"limit_train_batches": 5}),
+    Cell("limit_train_batches as a part", batch=9, before_step=8, every=5, trainer={"limit_train_batches": 0.5}),
+    Cell("limit_train_batches, no length", batch=7, before_step=6, every=4, loader=stream_loader)
+    | {"limit_train_batches": 5},
+    Cell("one epoch", batch=12, before_step=11, every=5, trainer={"max_epochs": 1}),
+    Cell("max_steps at the bad batch", batch=20, before_step=19, every=8, trainer={"max_steps": 20, "max_epochs": -1}),
     Cell("max_steps", batch=17, before_step=16, every=5, trainer={"max_steps": 20, "max_epochs": -1}),
     Cell("loader snapshot every 4", loader=lambda: map_loader(every=4)),
 ]
@@ -89,6 +136,17 @@ WORKER_CELLS = [
     Cell(
         "2 persistent workers", batch=15, before_step=14, every=5, loader=lambda: map_loader(2, persistent_workers=True)
     ),
+    Cell(
+        "2 persistent workers, loader snapshot every 4",
+        batch=15,
+        before_step=14,
+        every=5,
+        loader=lambda: map_loader(2, every=4, persistent_workers=True),
+    ),
+    Cell("2 workers, accumulate 4", batch=11, before_step=2, every=1, loader=lambda: map_loader(2))
+    | {"accumulate_grad_batches": 4},
+    Cell("2 workers, combined", batch=9, before_step=8, every=6, loader=both("max_size_cycle", 2)),
+    Cell("2 workers, combined, max_size", batch=9, before_step=8, every=6, loader=both("max_size", 2)),
     Cell("2 workers, distributed sampler", batch=14, before_step=13, every=5, loader=lambda: distributed_loader(2)),
     Cell("2 workers, iterable, last batch", batch=14, before_step=13, every=11, loader=lambda: stream_loader(2)),
     Cell(

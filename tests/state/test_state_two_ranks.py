@@ -8,29 +8,79 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+# strategy, accumulation, workers -> step of the restore point
+CELLS = {
+    ("ddp", 1, 0): 4,
+    ("ddp", 2, 0): 2,
+    ("ddp", 1, 2): 4,
+    ("fsdp2", 1, 0): 4,
+    ("fsdp2", 1, 2): 4,
+}
 
-@pytest.mark.distributed
-def test_rollback_on_two_ranks_equals_an_uninterrupted_run(tmp_path: Path) -> None:
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All scenes in one pair of processes: starting them costs more than training."""
+    folder = tmp_path_factory.mktemp("two-ranks")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     script = Path(__file__).with_name("state_two_ranks.py")
+    scenes = [":".join(map(str, cell)) for cell in CELLS]
     done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path), "ddp:1", "ddp:2", "fsdp2:1", "uneven:early", "uneven:late"],
+        [sys.executable, str(script), str(folder), *scenes, "uneven:early", "uneven:late", "skip", "late"],
         env={**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=420,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    for name, restored in (("ddp-1", 4), ("ddp-2", 2), ("fsdp2-1", 4)):
-        for rank in (0, 1):
-            result = json.loads((tmp_path / f"{name}-rank-{rank}.json").read_text())
-            assert result == {"executed": 1, "restored": [restored], "problem": "", "steps": 16}, (name, rank)
-    for name, light in (("early", [False]), ("late", [True])):
-        results = [json.loads((tmp_path / f"uneven-{name}-rank-{rank}.json").read_text()) for rank in (0, 1)]
-        for result in results:
-            assert (result["light"], result["executed"], len(result["steps"])) == (light, 1, 16), name
+    return folder
+
+
+def results(folder: Path, name: str) -> list[Any]:
+    return [json.loads((folder / f"{name}-rank-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("cell", "restored"), CELLS.items(), ids=["-".join(map(str, c)) for c in CELLS])
+def test_rollback_on_two_ranks_equals_an_uninterrupted_run(
+    folder: Path, cell: tuple[str, int, int], restored: int
+) -> None:
+    for result in results(folder, "-".join(map(str, cell))):
+        assert result == {"executed": 1, "restored": [restored], "problem": "", "steps": 16}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("name", "light"), [("early", [False]), ("late", [True])])
+def test_no_rank_takes_another_way_back_than_the_others(folder: Path, name: str, light: list[bool]) -> None:
+    for result in results(folder, f"uneven-{name}"):
+        assert (result["light"], result["executed"], len(result["steps"])) == (light, 1, 16)
+
+
+@pytest.mark.distributed
+def test_quarantined_samples_are_drawn_on_no_rank_also_after_a_resume(folder: Path) -> None:
+    first, second = results(folder, "skip")
+    bad = [*first["reference"][5][3], *second["reference"][5][3]]
+    assert first["excluded"] == second["excluded"] == [[f"sample:a/{i}" for i in bad]]
+
+    def order(steps: str) -> list[int]:
+        return [i for mine, theirs in zip(first[steps], second[steps], strict=True) for i in (*mine[3], *theirs[3])]
+
+    left = [i for i in order("reference") if i not in bad]
+    # sixteen steps on both: the global order less the excluded, and eight further samples at the end
+    assert order("steps")[: len(left)] == left
+    assert len(order("steps")) == len(order("reference")) == 128
+    assert not set(bad) & set(order("steps"))
+    for result in (first, second):
+        assert [s[:3] for s in result["steps"]] == [s[:3] for s in result["reference"]]
+
+
+@pytest.mark.distributed
+def test_both_ranks_go_back_to_the_same_checkpoint(folder: Path) -> None:
+    for result in results(folder, "late"):
+        assert result == {"back": [[4, "step-00000004"]], "problem": ""}
