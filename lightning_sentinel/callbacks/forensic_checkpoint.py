@@ -282,7 +282,10 @@ class ForensicCheckpoint(SentinelCallback):
     def restore_step(self, trainer: Trainer, before_step: int, on_path: OnPath) -> int | None:
         """Step of the newest known-good checkpoint from before ``before_step``, or None. Every rank must ask alike."""
         keeper = self._fit.keeper
-        return None if keeper is None else newest_step(trainer, keeper.store, before_step, on_path)
+        if keeper is None:
+            return None
+        keeper.settle(wait=True)
+        return newest_step(trainer, keeper.store, before_step, on_path)
 
     def restore_point(self, trainer: Trainer, before_step: int, on_path: OnPath) -> tuple[Snapshot, Path] | None:
         """The newest known-good checkpoint from before ``before_step``, verified and read by every rank, or None."""
@@ -405,7 +408,7 @@ class _Fit:
     saved_on_signal: bool = False
     resumed: ResumedRun | None = None
     file_plan: RestartPlan | None = None
-    unwatch: Callable[[], None] = lambda: None  # noqa: E731
+    unwatch: Callable[[], None] = lambda: None
     batches_in_epoch: int = 0
     told_empty: bool = False
 
