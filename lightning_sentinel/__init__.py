@@ -9,6 +9,7 @@ from ._version import __version__
 if TYPE_CHECKING:
     from .bundle.replay import replay_incident
     from .callbacks.batch_validator import BatchValidator
+    from .callbacks.deep_probe import DeepProbe
     from .callbacks.defaults import default_callbacks
     from .callbacks.divergence_detector import DivergenceDetector
     from .callbacks.fault_injector import FaultInjector
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 # Where each public name lives. Loaded on first use, so that importing the package costs next to nothing.
 _PUBLIC = {
     "BatchValidator": "callbacks.batch_validator",
+    "DeepProbe": "callbacks.deep_probe",
     "DivergenceDetector": "callbacks.divergence_detector",
     "FaultInjector": "callbacks.fault_injector",
     "ForensicCheckpoint": "callbacks.forensic_checkpoint",
@@ -50,6 +52,7 @@ _PUBLIC = {
 
 __all__ = [
     "BatchValidator",
+    "DeepProbe",
     "DivergenceDetector",
     "FaultInjector",
     "ForensicCheckpoint",

@@ -41,6 +41,7 @@ class FindingKind(StrEnum):
     UNSEEN_SAMPLES = "unseen_samples"  # ids that the data set should not hold
     RESTART_JUMP = "restart_jump"  # rate, schedule, scale or cursor differ from the checkpoint after a resume
     REPLICA_DRIFT = "replica_drift"
+    RANGE_TREND = "range_trend"  # a magnitude nears the largest number of its dtype: an early warning
 
 
 class VerdictKind(StrEnum):

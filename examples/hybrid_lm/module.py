@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import probes  # noqa: F401 - what DeepProbe measures in this model's layers
 from .metrics import GeometricMeanTokenProbability
 from .model import HybridLM, HybridLMConfig, at_least_float32
 

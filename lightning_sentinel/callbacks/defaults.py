@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from .batch_validator import BatchValidator
+from .deep_probe import DeepProbe
 from .divergence_detector import DivergenceDetector
 from .forensic_checkpoint import ForensicCheckpoint
 from .incident_response import IncidentResponse
@@ -35,6 +36,7 @@ ORDER: tuple[type[Callback], ...] = (
     ReplicaConsistency,
     RankTelemetry,
     IncidentResponse,
+    DeepProbe,
     Rollback,
     ForensicCheckpoint,
 )
@@ -83,6 +85,7 @@ def default_callbacks(
         ReplicaConsistency(),
         RankTelemetry(vocabulary_size=vocabulary_size, sample_id_fn=sample_id_fn),
         IncidentResponse(mode=policy),
+        DeepProbe(),
         Rollback(),
     ]
     if checkpoint_every_n_steps is not None:

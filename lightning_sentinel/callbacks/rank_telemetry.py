@@ -272,7 +272,7 @@ class RankTelemetry(SentinelCallback):
         self._has_grads = bool(grads)
         sharded = is_sharded(optimizer)
         device = trainer.strategy.root_device
-        scale = _scale_of_gradients(trainer, optimizer)
+        scale = scale_of_gradients(trainer, optimizer)
         norm = total_norm(grads) if grads else torch.zeros((), dtype=torch.float64, device=device)
         context = self.context(trainer)
         row = self._row(trainer, norm / scale, step_seconds, not grads, len(self._own_findings(trainer)), device)
@@ -520,7 +520,7 @@ def _stack(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device=device)
 
 
-def _scale_of_gradients(trainer: Trainer, optimizer: Optimizer) -> Tensor | float:
+def scale_of_gradients(trainer: Trainer, optimizer: Optimizer) -> Tensor | float:
     """What the gradients at the gate are still multiplied by: 1 unless a fused optimizer unscales by itself."""
     scaler = scaler_of(trainer)
     if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):

@@ -31,6 +31,7 @@ CALLBACKS = {
     "replica_consistency": "ReplicaConsistency",
     "rank_telemetry": "RankTelemetry",
     "incident_response": "IncidentResponse",
+    "deep_probe": "DeepProbe",
     "rollback": "Rollback",
     "forensic_checkpoint": "ForensicCheckpoint",
 }

@@ -10,7 +10,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -121,6 +121,7 @@ def replay(
     buffers: Mapping[str, Tensor] | None = None,
     inside: Callable[[Mapping[str, Call]], None] | None = None,
     calls: Sequence[str] = (),
+    instrument: Callable[[LightningModule], AbstractContextManager[Any]] | None = None,
 ) -> ReplayResult:
     """Compute a step again in a sandbox.
 
@@ -143,6 +144,8 @@ def replay(
         buffers: These buffers, by path, in place of the window's (or the snapshot's).
         inside: Called within the sandbox when the step is done, with what ``calls`` has caught.
         calls: Paths of modules whose first call's arguments are caught.
+        instrument: Called with the module inside the sandbox; what it returns is entered around the computation. Hooks that
+            it registers are gone afterwards.
 
     Raises:
         ReplayUnavailableError: Nothing was captured, or ``training_step`` takes an iterator.
@@ -163,6 +166,7 @@ def replay(
     started = time.perf_counter()
     run = _Run(trainer, module, optimizer, window, dtype, armed, anomaly, backward, weights, watch, parameters, buffers)
     run.inside, run.caught_paths = inside, frozenset(calls)
+    run.instrument = instrument
     result = run.execute(indices, keep_grads)
     result.micro_batches = indices
     if window is current and weights is None and dtype is None and parameters is None and buffers is None:
@@ -197,6 +201,7 @@ class _Run:
         buffers = {**buffers, **other_buffers} if other_buffers is not None else buffers
         self.buffers = buffers if dtype is None else {n: _cast(b, dtype) for n, b in _all_buffers(module, buffers)}
         self.scale = self._scale()
+        self.instrument: Callable[[LightningModule], AbstractContextManager[Any]] | None = None
         self.ends: list[Tensor] = []
         self.raw_losses: list[Tensor] = []
         self.grads: dict[str, Tensor] = {}
@@ -253,6 +258,8 @@ class _Run:
                 )
             )
             self._watch_modules()
+            if self.instrument is not None:
+                stack.enter_context(self.instrument(self.module))
             if self.anomaly and self.armed:
                 stack.enter_context(_quiet_anomaly_mode())
             stack.enter_context(trace if trace is not None else nullcontext())

@@ -11,6 +11,7 @@ import lightning_sentinel
 
 CALLBACKS = """
 BatchValidator(vocabulary_size, ignore_index, sample_id_fn, targets_key, repeats, known_ids, neutralise, max_remembered)
+DeepProbe(every_n_steps, incidents, horizon_steps, max_modules, max_incidents)
 DivergenceDetector(threshold, shift, clip, margin, min_shift, min_relative, sigma_floor, window, warmup, short,
     lost_relative, lost_sigma, block, blocks, trend_z, hold)
 FaultInjector(faults, journal, sample_id_fn)
@@ -44,6 +45,7 @@ OTHERS = {
     "data.mixture": ["MixtureLoader"],
     "data.quarantine": ["QuarantineLedger"],
     "journal": ["read_journal"],
+    "probes": ["Probe", "probe_of(module)", "register_probe(kinds)"],
     "faults": [
         "BadRank",
         "CorruptBatch",
