@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from functools import wraps
 from typing import Any
 
@@ -26,15 +26,14 @@ SILENT = 1e-3  # a gate whose magnitude is below this lets nothing through
 
 def once(measure: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Measure each tensor once, however many modules it goes through, until it is gone or written to."""
-    known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+    known: MutableMapping[Tensor, tuple[int, Tensor]] = WeakIdKeyDictionary()
 
     @wraps(measure)
     def measured(x: Tensor) -> Tensor:
         found = known.get(x)
         if found is None or found[0] != x._version:
             found = known[x] = (x._version, measure(x))
-        value: Tensor = found[1]
-        return value
+        return found[1]
 
     return measured
 

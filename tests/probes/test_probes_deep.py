@@ -322,6 +322,7 @@ def test_the_event_stays_small_however_deep_the_model_is() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
+@pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument in the `training_step`")
 def test_without_a_captured_batch_the_training_is_measured_all_the_same() -> None:
     class Fetches(L.LightningModule):
         def __init__(self) -> None:
