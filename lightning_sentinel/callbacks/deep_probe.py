@@ -17,6 +17,7 @@ from ..probes.collect import Stats, rounded
 from ..probes.observer import Observer
 from ..probes.training import NAMED, Groups, moment_report, moments
 from ..probes.trend import Approach, RangeTrend
+from ..state import lightning_private as private
 from ..state.tree import local
 from ..triage.nonfinite import worst_micro_batches
 from ..triage.replay import ReplayResult, ReplayUnavailableError, replay
@@ -172,7 +173,7 @@ class DeepProbe(SentinelCallback):
         sharded = any(hasattr(p, "_local_tensor") for p in module.parameters())
         window = context.window
         problem = "" if window is not None and window.micro_batches else "no micro-batch was captured"
-        if not problem and window is not None and any(m.batch is None for m in window.micro_batches):
+        if private.uses_dataloader_iter(trainer):
             problem = "training_step fetches its own batches"
         # A sharded forward is an exchange: all ranks run it or none.
         problems = [p for p in gather_objects(trainer, [problem]) if p]

@@ -157,7 +157,7 @@ def replay(
             "no micro-batch was captured for this step; call lightning_sentinel.triage.window.ensure_capture(trainer)"
             " in on_fit_start."
         )
-    if any(m.batch is None for m in window.micro_batches):
+    if _private.uses_dataloader_iter(trainer) or any(m.batch is None for m in window.micro_batches):
         raise ReplayUnavailableError(
             "training_step takes a dataloader_iter and fetches its own batches, so the step's batch is not known here;"
             " take (batch, batch_idx) to have steps replayed."
