@@ -346,7 +346,8 @@ class ForensicCheckpoint(SentinelCallback):
         path = Path(str(trainer.ckpt_path))
         reason = next((r for p, r in poisoned.items() if Path(p) in (path, path.parent)), None)
         if reason is not None:
-            self.context(trainer).write(trainer, "checkpoint.refused", path=str(path), reason=f"poisoned, {reason}")
+            note = f"fit(ckpt_path=...) goes on from it all the same; {reason}"
+            self.context(trainer).write(trainer, "checkpoint.poisoned", path=str(path), reason=note)
             log.warning("%s is poisoned (%s), and training goes on from it; resume='auto' would not", path, reason)
 
     def _incomplete(self, trainer: Trainer, path: Path, missing: list[str]) -> None:

@@ -65,6 +65,7 @@ def _take(found: Recorded, event: dict[str, Any], step: int, attempt: int | None
     elif name.startswith("experiment."):
         found.rate_changes.add(-1)
     elif name == "checkpoint.poisoned" and "path" in event:
-        found.poisoned[str(event["path"])] = f"since step {event.get('since_step')}: {event.get('reason', '')}"
+        since = "" if event.get("since_step") is None else f"since step {event['since_step']}: "
+        found.poisoned.setdefault(str(event["path"]), f"{since}{event.get('reason', '')}")
     elif name.startswith("incident.") and isinstance(event.get("incident"), dict):
         found.incidents[int(event["incident"]["number"])] = event["incident"]

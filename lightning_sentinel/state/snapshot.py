@@ -25,6 +25,7 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     Callback,
     EarlyStopping,
+    LearningRateMonitor,
     ModelCheckpoint,
     StochasticWeightAveraging,
     Timer,
@@ -353,6 +354,8 @@ def _callback_states(trainer: Trainer, copies: HostCopies, old: dict[str, dict[s
         plain = [n for kind, names in _PLAIN.items() if isinstance(callback, kind) for n in names]
         if plain:
             state["plain"] = {n: clone(getattr(callback, n)) for n in plain if hasattr(callback, n)}
+        if isinstance(callback, LearningRateMonitor):  # its lists only grow, and light snapshots are taken every step
+            state["lengths"] = {name: len(rates) for name, rates in callback.lrs.items()}
         if not isinstance(callback, SentinelCallback):
             held = _held_modules(trainer, callback)
             if held:
@@ -569,6 +572,9 @@ def _restore_callbacks(trainer: Trainer, states: dict[str, dict[str, Any]], shou
             callback.load_state_dict(clone(state["state_dict"]))
         for name, value in state.get("plain", {}).items():
             setattr(callback, name, clone(value))
+        for name, length in state.get("lengths", {}).items():
+            assert isinstance(callback, LearningRateMonitor)
+            del callback.lrs.get(name, [])[length:]
         held = _held_modules(trainer, callback)
         targets: list[Tensor] = []
         sources: list[Tensor] = []

@@ -166,8 +166,11 @@ def test_bars_and_rate_monitor_follow(tmp_path: Path) -> None:
             titles.append(f"{bar.desc}{bar.n}/{bar.total}")
 
     plain = Cell("plain", trainer={"logger": CSVLogger(tmp_path / "plain"), "log_every_n_steps": 1})
-    reference = run(plain, LearningRateMonitor("step"))
-    outcome, _ = hurt_run(cell, tqdm_bar, LearningRateMonitor("step"), Titles())
+    clean, monitor = LearningRateMonitor("step"), LearningRateMonitor("step")
+    reference = run(plain, clean)
+    outcome, _ = hurt_run(cell, tqdm_bar, monitor, Titles())
+    assert monitor.lrs == clean.lrs
+    assert [len(rates) for rates in clean.lrs.values()] == [36]
     # one batch late: the rollback's own callback runs before the bar moves
     assert titles[14:17] == ["Epoch 1: 3/12", "Epoch 0: 11/12", "Epoch 0: 12/12"]
     assert_same_run(outcome, reference)

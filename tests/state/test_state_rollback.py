@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_sentinel.callbacks.batch_validator import BatchValidator
+from lightning_sentinel.callbacks.forensic_checkpoint import ForensicCheckpoint
 from lightning_sentinel.callbacks.rank_telemetry import RankTelemetry
 from lightning_sentinel.callbacks.rollback import Rollback, RollbackUnavailable
 from lightning_sentinel.context import context_of
@@ -159,6 +160,41 @@ def test_ten_rollbacks_leave_no_worker_and_no_file_behind() -> None:
     # batches on their way hold a few files for a moment, so the quiet moments at both ends are compared
     assert min(files[-8:]) <= min(files[:8])
     assert not multiprocessing.active_children()
+
+
+def live_tensors() -> tuple[int, int]:
+    """Number and bytes of the tensors that Python holds."""
+    gc.collect()
+    # a class may answer anything to isinstance; type() asks nobody
+    found = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+    return len(found), sum(t.nbytes for t in found)
+
+
+@pytest.mark.parametrize("disk", [False, True], ids=["memory", "checkpoint"])
+def test_ten_rollbacks_hold_no_more_memory_than_one(disk: bool, tmp_path: Path) -> None:
+    """Counted right after each way back, when only the restore points and the live state are there."""
+    counts: list[tuple[int, int]] = []
+
+    class Count(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+            private.advance_control(trainer).before.append(lambda: self.look(trainer))
+
+        def look(self, trainer: L.Trainer) -> None:
+            if trainer.global_step == (4 if disk else 8):
+                counts.append(live_tensors())
+
+    checkpoint = [ForensicCheckpoint(4, keep=99, probation_steps=0, resume=None, run_dir=tmp_path)] if disk else []
+    rollback = Rollback(every_n_steps=9 if disk else 8)
+    # the restore point on disk is older than the one in memory would be: step 0 is dropped for 9 and 18
+    hurt = Hurt(rollback, batch=21 if disk else 11, before_step=5 if disk else 10, times=10)
+    cell = Cell("leak", trainer={"max_epochs": 2})
+    outcome = run(cell, Count(), hurt, rollback, *checkpoint)
+    assert hurt.restored == [4 if disk else 8] * 10
+    assert len(counts) == 11
+    # the first way back still holds what its request chose; from then on not one tensor more
+    assert counts[2:] == [counts[2]] * 9
+    assert counts[2] <= counts[1]
+    assert len(context_of(outcome.trainer).snapshots) <= rollback.keep
 
 
 def records(trainer: L.Trainer, step: int) -> None:

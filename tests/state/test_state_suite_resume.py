@@ -216,8 +216,8 @@ def test_a_plain_resume_from_a_file_that_an_incident_has_damaged_is_told(tmp_pat
     for file in sorted((tmp_path / "plain").glob("step=*.ckpt")):
         again = suite(tmp_path / "run", checkpoint={"every_n_steps": 0})
         trainer = make_trainer(cell | {"enable_checkpointing": False}, again)
-        before = len(events(tmp_path / "run", "checkpoint.refused"))
+        before = len(events(tmp_path / "run", "checkpoint.poisoned"))
         trainer.fit(Net(), map_loader(), DataLoader(Samples(8), batch_size=4), ckpt_path=file, weights_only=False)
-        told = events(tmp_path / "run", "checkpoint.refused")[before:]
+        told = events(tmp_path / "run", "checkpoint.poisoned")[before:]
         assert [e["path"] for e in told] == ([str(file)] if str(file) in bad else [])
         assert context_of(trainer).restart_step is not None
