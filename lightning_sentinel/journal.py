@@ -34,7 +34,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -225,6 +225,19 @@ def journal_dir(run_dir: str | Path) -> Path:
     return Path(run_dir) / "journal"
 
 
+_Pending = str | tuple[dict[str, Any], Callable[[], dict[str, Any]]]  # a line, or its header and what makes the fields
+
+
+def _encoded(line: _Pending) -> str:
+    if isinstance(line, str):
+        return line
+    header, make = line
+    try:
+        return to_json(header | make())
+    except Exception as error:
+        return to_json(header | {"unwritable": type(error).__name__})
+
+
 class Journal:
     """Writes one rank's events; the event sink behind ``RunContext.journal``.
 
@@ -267,7 +280,7 @@ class Journal:
         self._index = 0
         self._torn = False  # the file ends within a line
         self._complete = 0  # lines of the newest write that are whole
-        self._pending: list[str] = []
+        self._pending: list[_Pending] = []
         self._oldest_pending = 0.0
         # Checkpoints may be hashed, and their events written, in a thread of their own.
         self._lock = threading.RLock()
@@ -315,6 +328,31 @@ class Journal:
         if self.listener is not None and not is_step:
             self.listener(event, step, fields)
 
+    def write_later(
+        self, event: str, make: Callable[[], dict[str, Any]], *, step: int, attempt: int, tokens: int
+    ) -> None:
+        """Append one event of plain numbers and names, such as ``step``, whose fields are made when it is written.
+
+        That is within ``buffer_seconds``, before the next event and on :meth:`flush`. Encoding many lines in one go costs
+        a fraction of encoding each between two training steps.
+        """
+        now = time.time()
+        line = {
+            "schema": SCHEMA,
+            "time": round(now, 6),
+            "rank": self.rank,
+            "attempt": attempt,
+            "step": step,
+            "tokens": tokens,
+            "event": event,
+        }
+        with self._lock:
+            if not self._pending:
+                self._oldest_pending = now
+            self._pending.append((line, make))
+            if now - self._oldest_pending >= self.buffer_seconds:
+                self._write_pending(sync=False)
+
     def flush(self) -> None:
         """Write what is waiting."""
         with self._lock:
@@ -334,7 +372,7 @@ class Journal:
             self._drop(self._pending)
             self._pending = []
             return
-        lines, self._pending = self._pending, []
+        lines, self._pending = [_encoded(line) for line in self._pending], []
         if self._lost_since_write:
             lines.insert(0, self._gap_line())
         try:
@@ -416,7 +454,7 @@ class Journal:
                 self.retry_seconds,
             )
 
-    def _drop(self, lines: list[str]) -> None:
+    def _drop(self, lines: Sequence[_Pending]) -> None:
         lost = sum('"event":"journal.gap"' not in line for line in lines)
         self._lost += lost
         self._lost_since_write += lost

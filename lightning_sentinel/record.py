@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,7 @@ SIGNALS: tuple[str, ...] = (
     "missing_grads",  # 1 where no parameter received a gradient, else 0
 )
 SIGNAL_INDEX = {name: i for i, name in enumerate(SIGNALS)}
+_NONFINITE = [SIGNAL_INDEX["nonfinite_loss"], SIGNAL_INDEX["nonfinite_grads"]]
 SOURCE_LOSS, SOURCE_TOKENS = "loss_nats/source:", "supervised_tokens/source:"
 
 
@@ -83,35 +85,76 @@ class StepRecord:
             index = self.signals.index(name)
         return self.values[:, index]
 
-    @property
+    @cached_property
+    def _only(self) -> list[float]:
+        """The row of a run on one rank, as numbers: NumPy costs more than the arithmetic there."""
+        row: list[float] = self.values[0].tolist()
+        return row
+
+    def largest(self, name: str) -> float:
+        """Largest value of one signal over the ranks."""
+        if len(self.values) == 1 and name in SIGNAL_INDEX:
+            return self._only[SIGNAL_INDEX[name]]
+        return float(self.column(name).max())
+
+    @cached_property
     def mean_loss(self) -> float:
         """Token-weighted mean loss over the ranks in nats; NaN if nothing is supervised."""
+        if len(self.values) == 1:
+            loss, supervised = self._only[:2]
+            return loss if supervised > 0 else math.nan
         return weighted_mean(self.column("loss_nats"), self.column("supervised_tokens"))
 
-    @property
+    @cached_property
     def worst_rank(self) -> int:
         """Rank with the largest (or a non-finite) loss."""
+        if len(self.values) == 1:
+            return 0
         loss = self.column("loss_nats")
         return int(np.argmax(np.where(np.isfinite(loss), loss, np.inf)))
 
-    @property
+    @cached_property
     def grad_norm(self) -> float:
         """Largest gradient norm of the ranks (under DDP all are equal after the reduction)."""
-        return float(self.column("grad_norm").max())
+        return self.largest("grad_norm")
 
-    @property
+    @cached_property
     def update_norm(self) -> float:
         """Largest update norm of the ranks; NaN if none has measured one."""
+        if len(self.values) == 1:
+            norm = self._only[SIGNAL_INDEX["update_norm"]]
+            return norm if math.isfinite(norm) else math.nan
         norms = self.column("update_norm")
         return float(np.nanmax(norms)) if np.isfinite(norms).any() else math.nan
 
-    @property
+    @cached_property
     def has_nonfinite(self) -> bool:
-        return bool(self.column("nonfinite_loss").any() or self.column("nonfinite_grads").any())
+        if len(self.values) == 1:
+            return any(self._only[i] for i in _NONFINITE)
+        return bool(self.values[:, _NONFINITE].any())
 
-    @property
+    @cached_property
     def sources(self) -> tuple[str, ...]:
         return tuple(s.removeprefix(SOURCE_LOSS) for s in self.signals if s.startswith(SOURCE_LOSS))
+
+    @cached_property
+    def source_losses(self) -> dict[str, float]:
+        """:meth:`source_loss` of every source."""
+        names = self.sources
+        if not names:
+            return {}
+        if self.world_size == 1:
+            pairs = self._only[len(SIGNALS) :]
+            return {
+                n: loss if tokens > 0 else math.nan
+                for n, loss, tokens in zip(names, pairs[::2], pairs[1::2], strict=True)
+            }
+        columns = self.values[:, len(SIGNALS) :].reshape(self.world_size, len(names), 2)
+        loss, tokens = columns[..., 0], columns[..., 1]
+        used = tokens > 0
+        weights = np.where(used, tokens, 0.0).sum(axis=0)
+        sums = np.multiply(loss, tokens, out=np.zeros_like(loss), where=used).sum(axis=0)
+        return {n: s / w if w > 0 else math.nan for n, s, w in zip(names, sums.tolist(), weights.tolist(), strict=True)}
 
     def source_loss(self, source: str) -> float:
         """Token-weighted mean loss of one source over the ranks in nats; NaN if it is absent from this step."""

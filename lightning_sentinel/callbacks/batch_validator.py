@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..data.identity import IGNORE_INDEX, Part, SampleIdFn, has_own_ids, is_integer, parts, sample_ids
@@ -117,6 +118,8 @@ class BatchValidator(SentinelCallback):
         self._window_ids: list[str] = []
         self._window_findings: list[Finding] = []
         self._window: tuple[int, int] | None = None
+        self._parts: list[Part] = []  # of the newest batch
+        self._all_supervised = False  # every target of it is known to carry loss
 
     # -- hooks -------------------------------------------------------------------------------------------------------------
 
@@ -133,6 +136,9 @@ class BatchValidator(SentinelCallback):
         context.scratch["sample_ids"] = self._window_ids
         context.scratch["batch_findings"] = self._window_findings
         findings = self.check(batch, step=trainer.global_step, rank=trainer.global_rank, epoch=trainer.current_epoch)
+        # What was repaired has new targets: then the telemetry looks for itself.
+        shared = self.targets_key is None and not findings
+        context.scratch["batch_parts"] = (batch, self._parts, self._all_supervised) if shared else None
         self._window_ids.extend(self._ids)
         self._window_findings.extend(findings)
         for finding in findings:
@@ -171,7 +177,8 @@ class BatchValidator(SentinelCallback):
     def check(self, batch: Any, *, step: int, rank: int = 0, epoch: int = 0) -> list[Finding]:
         """Findings on one batch of one rank; remembers its samples, and repairs it where ``neutralise`` says so."""
         ids = self._ids = sample_ids(batch, self.sample_id_fn)
-        found = parts(batch, self.targets_key)
+        self._all_supervised = False
+        found = self._parts = parts(batch, self.targets_key)
         findings = [f for part, names in _with_ids(found, ids) for f in self._check_part(part, names, step, rank)]
         if self.known_ids is not None:
             findings += self._unseen(ids, step, rank)
@@ -187,12 +194,17 @@ class BatchValidator(SentinelCallback):
             yield self._finding(message, step, rank, (), {"check": "sample_ids", "value": len(part.ids), "bound": size})
         for what, message, evidence in self._misfits(part):
             yield self._finding(f"rank {rank}: {message}", step, rank, ids, {"check": what, **evidence})
+        trouble = self._screen(part)
+        if trouble is not None:
+            found = trouble if isinstance(trouble, bool) else trouble.tolist()  # the one host read of a healthy batch
+            if not found:
+                return
         checks = list(self._checks(part))
         supervised = self._supervised(part)
         columns = [check.flags for check in checks] + ([] if supervised is None else [~supervised])
         if not columns:
             return
-        flags = iter(torch.cat(columns).tolist())  # the one host read of a healthy batch
+        flags = iter(torch.cat(columns).tolist())
         flagged = [list(islice(flags, len(column))) for column in columns]
         if supervised is not None and all(flagged.pop()):
             yield self._nothing_supervised(ids, step, rank, size)
@@ -222,6 +234,61 @@ class BatchValidator(SentinelCallback):
             if other is not None and other.dim() == tokens.dim() and tuple(other.shape) != size:
                 message = f"{name} has shape {list(other.shape)}, expected that of the tokens, {list(size)}"
                 yield "shape", message, {"value": list(other.shape), "bound": list(size)}
+
+    def _screen(self, part: Part) -> Tensor | bool | None:
+        """Whether any check may fail, 0-dim, for the usual batch of token ids and targets; None for any other.
+
+        Says the same of a healthy batch as :meth:`_checks`, at a quarter of its operations; what it raises is looked at
+        by them.
+        """
+        tokens, targets, documents = part.tokens, part.targets, part.document_ids
+        usual = (
+            tokens is not None
+            and targets is not None
+            and self.vocabulary_size is not None
+            and tokens.dim() == 2
+            and tokens.shape == targets.shape
+            and is_integer(tokens)
+            and is_integer(targets)
+            and tokens.dtype == targets.dtype
+            and tokens.numel() > 0
+            and part.attention_mask is None
+            and part.loss_mask is None
+            and part.weights is None
+        )
+        if not usual:
+            return None
+        assert tokens is not None
+        assert targets is not None
+        assert self.vocabulary_size is not None
+        if tokens.device.type == targets.device.type == "cpu":
+            return self._screen_on_host(tokens.numpy(), targets.numpy(), documents)
+        ignored = targets == self.ignore_index
+        both = torch.stack((tokens, targets.masked_fill(ignored, 0)))
+        low, high = both.aminmax()
+        trouble = (low < 0) | (high >= self.vocabulary_size) | ignored.all()
+        if documents is not None and documents.dim() == 2 and documents.shape[1] > 1:
+            trouble = trouble | (documents[:, 1:] < documents[:, :-1]).any()
+        return trouble
+
+    def _screen_on_host(
+        self, tokens: NDArray[np.integer], targets: NDArray[np.integer], documents: Tensor | None
+    ) -> bool:
+        assert self.vocabulary_size is not None
+        if tokens.min() < 0 or max(tokens.max(), targets.max()) >= self.vocabulary_size:
+            return True
+        lowest = targets.min()
+        self._all_supervised = bool(lowest >= 0) and self.ignore_index < 0 and len(self._parts) == 1
+        if lowest < 0:
+            supervised = targets[targets != self.ignore_index]
+            if not supervised.size or supervised.min() < 0:
+                return True
+        elif self.ignore_index >= 0 and (targets == self.ignore_index).all():
+            return True
+        if documents is None or documents.dim() != 2 or documents.shape[1] < 2:
+            return False
+        rises = documents.numpy() if documents.device.type == "cpu" else documents.cpu().numpy()
+        return bool((rises[:, 1:] < rises[:, :-1]).any())
 
     def _checks(self, part: Part) -> Iterator[_Check]:
         """The checks that need values; each a flag for each sample, still on the device."""

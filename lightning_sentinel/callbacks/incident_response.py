@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
@@ -22,6 +23,8 @@ from ..record import StepRecord
 from ..recovery import IncidentWatch
 from ..state.cursor import apply_ledger
 from ..state.lightning_private import scaler_of, train_loaders
+from ..triage.nonfinite import first_bad_boundary
+from ..triage.window import StepWindow, ensure_capture, mark_healthy
 from .base import SentinelCallback, find_callback, gather_objects, ledger_of, log_of, look
 from .batch_validator import BatchValidator
 from .forensic_checkpoint import ForensicCheckpoint
@@ -131,6 +134,7 @@ class IncidentResponse(SentinelCallback):
         self._taken: deque[tuple[int, Action]] = deque()
         self._gates = 0
         self._passed_in_batch = 0
+        self._look: _Look | None = None
 
     # ------------------------------------------------------------------------------------------------- life of a fit
 
@@ -147,8 +151,6 @@ class IncidentResponse(SentinelCallback):
             self._neutralises = validator
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        from ..triage.window import ensure_capture
-
         self.stop_reason = None
         self._context = self.context(trainer)
         self.actuator.attach(trainer)
@@ -195,6 +197,9 @@ class IncidentResponse(SentinelCallback):
         for finding in findings:
             if finding not in serious:
                 self._journal_minor(trainer, finding)
+        look, self._look = self._look, None
+        if look is not None and look.record.step == record.step and not serious:
+            self._explain(trainer, look, record)
         if serious:
             self._answer(trainer, pl_module, optimizer, record, serious)
         elif record.has_nonfinite and not self._scaler_handles(trainer, record):
@@ -207,6 +212,128 @@ class IncidentResponse(SentinelCallback):
             self._mark_healthy(trainer, record)
         if not self.context(trainer).held:
             self._passed_in_batch += 1
+
+    def decide_late(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        optimizer: Optimizer | None,
+        record: StepRecord,
+        findings: Sequence[Finding],
+        *,
+        kept_out: bool,
+        window: StepWindow | None,
+    ) -> None:
+        """Answer a record that is read at the gate of the next step (``RankTelemetry(sync="lagged")``).
+
+        Every rank calls it alike. Where something may have to be done, the run goes back to before that step, which runs
+        again under the gate: there :meth:`decide` sees it before its update. Where the run cannot go back, what was found
+        is written down; a replay would meet other weights, so the verdict rests on the findings.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: The module.
+            optimizer: The optimizer of the present step, or None after the last one.
+            record: Of the step before.
+            findings: On that record.
+            kept_out: Its update was kept out of the weights on the device.
+            window: Its captured micro-batches.
+        """
+        self._match_watches(record)
+        serious = self._serious(findings)
+        if not serious and not kept_out and not record.has_nonfinite:
+            self._gates += 1
+            for finding in findings:
+                self._journal_minor(trainer, finding)
+            self._watch_recovery(trainer, record)
+            if optimizer is not None:
+                self.actuator.keep_plan(trainer, optimizer, record.step)
+            self._mark_healthy(trainer, record, window)
+            return
+        if optimizer is not None and self._look_again(trainer, optimizer, record, serious, kept_out, window):
+            return
+        self._gates += 1
+        for finding in findings:
+            if finding not in serious:
+                self._journal_minor(trainer, finding)
+        if not serious:
+            return
+        incident = self._incident_for(trainer, record, serious)
+        watch = self._watched[incident.number]
+        watch.healthy, watch.last_step = [], record.step
+        kinds = {f.kind for f in serious}
+        if self._needs_triage(kinds, incident, watch):
+            watch.examined = {*watch.examined, *kinds}
+            boundary = first_bad_boundary(window) if window is not None else None
+            incident.verdict = _verdict_from_findings(incident, record, boundary[1] if boundary else "")
+            self.context(trainer).write(
+                trainer, "triage.verdict", incident=incident.number, verdict=incident.verdict.to_dict()
+            )
+        self._journal_incident(trainer, incident, "updated")
+
+    def _look_again(
+        self,
+        trainer: Trainer,
+        optimizer: Optimizer,
+        record: StepRecord,
+        serious: list[Finding],
+        kept_out: bool,
+        window: StepWindow | None,
+    ) -> bool:
+        """Go back to before the step of this record, so that it runs again under the gate; False where that cannot be."""
+        rollback, telemetry = find_callback(trainer, Rollback), find_callback(trainer, RankTelemetry)
+        if self.policy.mode != "recover" or rollback is None or telemetry is None or rollback.unavailable(trainer):
+            return False
+        number = self._next_number(trainer) if serious else 0
+        try:
+            snapshot = rollback.request(
+                trainer,
+                before_step=record.step,
+                action=Action.RETRY_STEP,
+                incident=number,
+                reason=f"the record of step {record.step} is read one step late: the step runs again before it is answered",
+                untouched=kept_out,
+            )
+        except RollbackUnavailable as error:
+            log.warning("step %d cannot run again: %s", record.step, error)
+            return False
+        boundary = first_bad_boundary(window) if window is not None else None
+        self._look = _Look(record, serious, boundary[1] if boundary else "", snapshot.light)
+        telemetry.lag.look_closer(record.step)
+        self.actuator.hold(trainer, optimizer)
+        return True
+
+    def _explain(self, trainer: Trainer, look: _Look, record: StepRecord) -> None:
+        """The step has run again, with the same data and from the same state, and nothing is wrong: that was the answer."""
+        if not look.findings:
+            return  # its loss was only near what would have been a finding
+        incident = self._incident_for(trainer, record, look.findings)
+        watch = self._watched[incident.number]
+        kinds = {f.kind for f in look.findings}
+        incident.verdict = look.verdict(record, incident)
+        watch.examined = {*watch.examined, *kinds}
+        context = self.context(trainer)
+        context.write(trainer, "triage.verdict", incident=incident.number, verdict=incident.verdict.to_dict())
+        watch.case = case_of(incident.verdict, kinds, neutralised=False, scaled=False)
+        action = Action.RETRY_STEP if look.light else Action.ROLLBACK_REPLAY
+        self._taken.append((self._gates, action))
+        incident.actions.append(
+            {
+                "action": str(action),
+                "step": record.step,
+                "attempt": look.record.attempt,
+                "reason": "the step has run again, and what was found did not come again",
+                "passed_over": [],
+                "excluded": [],
+            }
+        )
+        watch.answers += 1
+        watch.last_step = record.step
+        self._journal_incident(trainer, incident, "updated")
+
+    def _next_number(self, trainer: Trainer) -> int:
+        context = self.context(trainer)
+        return 1 + max([int(context.scratch.get("first_incident", 0)), *(i.number for i in context.incidents)])
 
     def _match_watches(self, record: StepRecord) -> None:
         """After a resume: incidents come back with this callback's state unless a checkpoint has brought them already."""
@@ -299,7 +426,7 @@ class IncidentResponse(SentinelCallback):
                 incident.findings.extend(findings[: max(0, 64 - len(incident.findings))])
                 return incident
         incident = Incident(
-            number=1 + max([context.scratch.get("first_incident", 0), *(i.number for i in context.incidents)]),
+            number=self._next_number(trainer),
             opened_step=record.step,
             since_step=min(f.since_step for f in findings),
             attempt=context.attempt,
@@ -585,10 +712,8 @@ class IncidentResponse(SentinelCallback):
             return frozenset()
         return frozenset(n.removeprefix("source:") for n in ledger.active if n.startswith("source:"))
 
-    def _mark_healthy(self, trainer: Trainer, record: StepRecord) -> None:
-        from ..triage.window import mark_healthy
-
-        mark_healthy(trainer)
+    def _mark_healthy(self, trainer: Trainer, record: StepRecord, window: StepWindow | None = None) -> None:
+        mark_healthy(trainer, window)
         rollback = find_callback(trainer, Rollback)
         if rollback is not None and not any(
             i.is_open and i.kinds - REPORT_ONLY for i in self.context(trainer).incidents
@@ -669,10 +794,53 @@ _SINGLE_STEP = frozenset(
 )
 
 
-def _verdict_from_findings(incident: Incident, record: StepRecord) -> Verdict:
-    """What the findings alone say, without an experiment."""
+@dataclass(frozen=True)
+class _Look:
+    """A step that runs again under the gate, because its record was read one step late.
+
+    Attributes:
+        record: As it was first.
+        findings: Those that need an answer.
+        module: First watched module whose output was not finite; empty if none.
+        light: Only the step itself runs again.
+    """
+
+    record: StepRecord
+    findings: list[Finding]
+    module: str
+    light: bool
+
+    def verdict(self, again: StepRecord, incident: Incident) -> Verdict:
+        """What follows from the step having come out healthy the second time."""
+        given = _verdict_from_findings(incident, again)
+        if given.kind is not VerdictKind.UNDETERMINED:
+            return given
+        before, now = self.record.column("loss_nats"), again.column("loss_nats")
+        ranks = np.flatnonzero(~((before == now) | (np.isnan(before) & np.isnan(now)))).tolist()
+        bad = np.flatnonzero(self.record.column("nonfinite_loss")).tolist()
+        ranks = bad or ranks
+        if not ranks:
+            return given
+        named = f"module:{self.module}" if self.module else ""
+        culprits = tuple(c for c in (named, *(f"rank:{r}" for r in ranks)) if c)
+        what = "was not finite" if bad else "had another loss"
+        where = f", first in the output of {self.module}" if self.module else ""
+        return Verdict(
+            VerdictKind.INFRASTRUCTURE,
+            culprits,
+            f"The step {what} on rank {', '.join(map(str, ranks))}{where}; run again from the same state with the same"
+            " data it is healthy.",
+            again.step,
+            reproducible=False,
+        )
+
+
+def _verdict_from_findings(incident: Incident, record: StepRecord, module: str = "") -> Verdict:
+    """What the findings alone say, without an experiment; ``module``: first one whose output was not finite, if known."""
     kinds = incident.kinds
     culprits = tuple(dict.fromkeys(c for f in incident.findings for c in f.culprits))
+    if module:
+        culprits = (f"module:{module}", *culprits)
     samples = tuple(c.removeprefix("sample:") for c in culprits if c.startswith("sample:"))
     data = {FindingKind.INVALID_BATCH, FindingKind.NO_SUPERVISED_TOKENS, FindingKind.REPEATED_SAMPLES}
     if kinds & data:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ..context import RunContext
 from ..incidents import Finding, FindingKind, Severity
 from ..limits import check_limits
 from ..record import StepRecord
@@ -23,8 +24,8 @@ from ..state.tree import local
 from ..triage.armed import ArmedStep
 from ..triage.nonfinite import TraceReport, first_bad_boundary, trace_nonfinite
 from ..triage.origin import Range, is_bad
-from ..triage.replay import ReplayUnavailableError, block_paths, total_of
-from ..triage.sandbox import is_replaying
+from ..triage.replay import ReplayUnavailableError, block_paths, outer_blocks, total_of
+from ..triage.sandbox import REPLAYING
 from ..triage.window import ensure_capture
 from .base import SentinelCallback, find_callback
 
@@ -54,9 +55,11 @@ class NonFiniteTracer(SentinelCallback):
     as the same module stays the first in the flagged steps. Nothing is logged to the loggers.
 
     Args:
-        boundaries: Modules whose outputs are flagged in normal steps: ``"auto"`` takes the elements of every
-            ``nn.ModuleList`` and their direct children; a list of shell-style patterns of ``named_modules()`` paths; an empty
-            list turns the flags off.
+        boundaries: Modules whose outputs are flagged in normal steps: ``"auto"`` takes a model's layers, that is the
+            elements of its outermost ``nn.ModuleList`` s (without one, the module's children); a list of shell-style
+            patterns of ``named_modules()`` paths, such as ``["layers.*"]`` for the layers and all that is in them, says
+            more of a value that does not come again, at one more sum over an output for each; an empty list turns the
+            flags off. What comes again on a replay is traced to its operator in any case.
         every_n: Flag every so many steps. On the CPU the flags are read in the same step, elsewhere one step later.
         anomaly: Run the replay under autograd's anomaly mode: the report then has the forward's traceback of a
             non-finite backward (slower).
@@ -85,12 +88,13 @@ class NonFiniteTracer(SentinelCallback):
         self.reports: list[TraceReport] = []
         self._traced: tuple[int, int] | None = None
         self._fit: tuple[Trainer, LightningModule, Optimizer | None] | None = None
+        self._context: RunContext | None = None
         self._hooks: list[tuple[nn.Module, str, RemovableHandle]] = []
         self._forget()
 
     def _forget(self) -> None:
         """State of one fit, as at its start."""
-        self._taken: tuple[list[tuple[int, str, Tensor]] | None, int] = (None, 0)
+        self._taken: tuple[list[tuple[int, str, Tensor | float]] | None, int] = (None, 0)
         self._unread: deque[_Flags] = deque()
         self._in_record: deque[tuple[int, int]] = deque(maxlen=8)  # (attempt, step) whose record is not finite itself
         self._alarmed = ""  # the first bad boundary of the last flagged step
@@ -103,10 +107,10 @@ class NonFiniteTracer(SentinelCallback):
         ensure_capture(trainer)
         self.reports, self._traced = [], None
         self._forget()
-        self._fit = (trainer, pl_module, None)
+        self._fit, self._context = (trainer, pl_module, None), self.context(trainer)
         self._remove_hooks()
         modules = dict(pl_module.named_modules())
-        paths = block_paths(pl_module, self.boundaries)
+        paths = outer_blocks(pl_module) if self.boundaries == "auto" else block_paths(pl_module, self.boundaries)
         if not paths and self.boundaries and not isinstance(self.boundaries, str):
             log.warning(
                 "NonFiniteTracer: no module matches boundaries=%s; the first module paths are %s.",
@@ -126,7 +130,7 @@ class NonFiniteTracer(SentinelCallback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._disarm()
         self._remove_hooks()
-        self._fit = None
+        self._fit = self._context = None
 
     def _remove_hooks(self) -> None:
         for _, _, handle in self._hooks:
@@ -173,15 +177,15 @@ class NonFiniteTracer(SentinelCallback):
     def _flag(self, path: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             # Inside a compiled region a flag would change the graph, and with it the numbers of the run.
-            if torch.compiler.is_compiling() or not module.training or self._fit is None or _private.in_backward():
+            context = self._context
+            if context is None or torch.compiler.is_compiling() or not module.training or _private.in_backward():
                 return
-            trainer = self._fit[0]
-            window = self.context(trainer).window
-            if window is None or is_replaying(trainer) or window.step % self.every_n:
+            window = context.window
+            if window is None or context.scratch.get(REPLAYING) or window.step % self.every_n:
                 return
             total = total_of(output)
             if total is not None:
-                window.boundary_flags.append((len(window.micro_batches) - 1, path, total))
+                window.boundary_flags.append((len(window.micro_batches) - 1, path, _at_hand(total)))
 
         return hook
 
@@ -225,18 +229,25 @@ class NonFiniteTracer(SentinelCallback):
         self._taken = (window.boundary_flags, len(window.boundary_flags))
         if not flags:
             return
-        device = flags[0][2].device
-        wide = any(total.dtype == torch.float64 for _, _, total in flags)
-        totals = torch.stack([t.to(device, torch.float64 if wide else torch.float32) for _, _, t in flags])
-        bad, copied = ~totals.isfinite().all(), None
-        if device.type == "cuda":
-            host = torch.empty((), dtype=torch.bool, pin_memory=True)
-            host.copy_(bad, non_blocking=True)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record(torch.cuda.current_stream(device))
-            bad = host
+        bad: Tensor | bool = any(not math.isfinite(t) for _, _, t in flags if isinstance(t, float))
+        copied = None
+        elsewhere = [t for _, _, t in flags if isinstance(t, Tensor)]
+        if elsewhere and not bad:
+            device = elsewhere[0].device
+            wide = any(total.dtype == torch.float64 for total in elsewhere)
+            totals = torch.stack([t.to(device, torch.float64 if wide else torch.float32) for t in elsewhere])
+            bad = ~totals.isfinite().all()
+            if device.type == "cuda":
+                host = torch.empty((), dtype=torch.bool, pin_memory=True)
+                host.copy_(bad, non_blocking=True)
+                copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                copied.record(torch.cuda.current_stream(device))
+                bad = host
+        if bad is False and not self._unread:
+            self._alarmed = ""
+            return
         samples = [m.sample_ids for m in window.micro_batches]
-        self._unread.append(_Flags(window.step, window.attempt, flags, samples, bad, copied, device.type == "cpu"))
+        self._unread.append(_Flags(window.step, window.attempt, flags, samples, bad, copied, isinstance(bad, bool)))
 
     def _read_flags(self, trainer: Trainer, everything: bool = False) -> None:
         """Read what lies on the host, and elsewhere what is a step old: the device is done with that."""
@@ -349,6 +360,9 @@ class NonFiniteTracer(SentinelCallback):
         if optimizer is None:
             return []
         key = (record.attempt, record.step)
+        window = self.context(trainer).window
+        if window is not None and window.step != record.step:
+            return []  # read one step later: what could be replayed is the next step
         if self._traced == key or len(self.reports) >= self.max_traces or find_callback(trainer, IncidentResponse):
             return []
         self._traced = key
@@ -384,8 +398,13 @@ class _Flags:
 
     step: int
     attempt: int
-    flags: list[tuple[int, str, Tensor]]
+    flags: list[tuple[int, str, Tensor | float]]
     samples: list[tuple[str, ...]]  # ids by micro-batch
-    bad: Tensor  # 0-dim: whether any flag is not finite
+    bad: Tensor | bool  # whether any flag is not finite, 0-dim where they lie on a device
     copied: torch.cuda.Event | None  # when ``bad`` has reached the host
     at_hand: bool  # reading costs nothing
+
+
+def _at_hand(total: Tensor) -> Tensor | float:
+    """The number itself where reading it does not wait for a device."""
+    return total.item() if total.device.type == "cpu" else total

@@ -6,7 +6,9 @@ import logging
 import math
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -17,13 +19,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..collectives import gather_flat
-from ..context import context_of
-from ..data.identity import sample_ids, supervised_token_count, token_count
+from ..context import RunContext, context_of
+from ..data.identity import Part, parts, sample_ids, supervised_token_count, token_count
 from ..detectors.nonfinite import NonFinite
+from ..detectors.robust import sorted_median
 from ..incidents import Finding, Severity
+from ..journal import Journal
+from ..lag import SYNC, Facts, Lag
 from ..limits import check_limits
 from ..record import SIGNAL_INDEX, SIGNALS, SOURCE_LOSS, SOURCE_TOKENS, StepRecord, source_signals
 from ..state.lightning_private import scaler_of, train_loaders
+from ..state.transfer import read_now
 from ..state.tree import local
 from .base import SentinelCallback, gather_objects
 
@@ -32,9 +38,12 @@ log = logging.getLogger("lightning_sentinel")
 # Above this a squared float32 sum may have overflowed although every entry is finite (the root of the largest float32).
 FLOAT32_SQUARE_LIMIT = 1.8e19
 
-# Findings that callbacks leave for the next gate, once.
+_PLAIN, _IS_SPARSE = frozenset({Tensor}), attrgetter("is_sparse")
+
 # A step line holds every rank's loss up to so many ranks; beyond that those of the ranks furthest out.
 ALL_RANKS, KEPT_OUTLIERS = 64, 8
+
+# Findings that callbacks leave for the next gate, once.
 ONCE = ("start_findings", "restart_findings")
 
 
@@ -50,7 +59,9 @@ def token_probability(loss_nats: float) -> float:
 
 def gradients(optimizer: Optimizer) -> list[Tensor]:
     """Local gradients of the parameters that this optimizer steps, those that have one."""
-    grads = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    grads = [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
+    if _PLAIN.issuperset(map(type, grads)) and not any(map(_IS_SPARSE, grads)):
+        return grads
     return [g.coalesce().values() if g.is_sparse else local(g) for g in grads]
 
 
@@ -62,8 +73,13 @@ def is_sharded(optimizer: Optimizer) -> bool:
 def total_norm(tensors: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
     """2-norm over all tensors as a 0-dim float64 tensor, without a host synchronisation."""
     norms = torch._foreach_norm(list(tensors), 2, dtype=dtype)
+    if norms[0].device.type == "cpu":  # after a backward every further kernel is called with cold caches
+        return torch.tensor(math.hypot(*(n.item() for n in norms)), dtype=torch.float64)
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms).double())
     return total
+
+
+_Row = tuple[StepRecord, bool, int, int, int]  # record, applied, applied steps so far, epoch, batch index
 
 
 class RankTelemetry(SentinelCallback):
@@ -113,6 +129,10 @@ class RankTelemetry(SentinelCallback):
         sources: Names of the mixture's sources, in the order of ``batch["source"]``; by default the loader's ``sources``.
             The loss per source needs ``module.sample_loss_nats`` (a detached ``[batch]`` tensor that ``training_step``
             sets) and, if samples differ in length, ``module.sample_tokens``.
+        sync: ``"gate"`` reads each record before its update: one wait for the device a step. ``"lagged"``, for accelerators,
+            reads it at the next step's gate without waiting; what is not finite is still kept out, on the device, and
+            whatever else needs an answer is answered after going back to before the step, which then runs again under
+            the gate. See ``docs/performance.md``.
     """
 
     def __init__(
@@ -122,6 +142,7 @@ class RankTelemetry(SentinelCallback):
         token_count_fn: Callable[[Any], tuple[Any, Any]] | None = None,
         sample_id_fn: Callable[[Any], Sequence[str | int]] | None = None,
         sources: Sequence[str] | None = None,
+        sync: str = "gate",
     ) -> None:
         check_limits("RankTelemetry", locals())
         self.update_norm_every_n_steps = update_norm_every_n_steps
@@ -129,16 +150,23 @@ class RankTelemetry(SentinelCallback):
         self.token_count_fn = token_count_fn
         self.sample_id_fn = sample_id_fn
         self.sources = sources
+        if sync not in SYNC:
+            raise ValueError(f"RankTelemetry: sync is {sync!r}, expected one of {', '.join(SYNC)}.")
+        self.sync = sync
+        self.lag = Lag(sync)
         self.nonfinite = NonFinite()
         self._signals = SIGNALS
         self._source_names: tuple[str, ...] = ()
         self._update_norm: Tensor | None = None
         self._before_update: list[Tensor] | None = None
         self._measuring = False
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[_Row] = []
+        self._places: dict[tuple[int, ...], Tensor] = {}  # where in the row the values go that lie on the device
         self._clock = 0.0
         self._batch_clock = 0.0
         self._data_seconds = 0.0
+        self._gated = False
+        self._batch_idx = 0
         self._reset_window()
 
     # ------------------------------------------------------------------------------------------------- life of a fit
@@ -165,7 +193,15 @@ class RankTelemetry(SentinelCallback):
         self._clock = self._batch_clock = time.perf_counter()
         self._data_seconds = 0.0
         self._reset_window()
-        self._rows = []
+        self._rows, self._places, self._gated = [], {}, False
+        self.lag.start(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.lag.earlier is not None:  # the fit has ended sooner than was known at the last gate
+            self._judge_earlier(trainer, pl_module, None)
+            for row in self._rows:
+                self._write_step(trainer, row)
+            self._rows = []
 
     def _reset_window(self) -> None:
         self._losses: list[Tensor] = []  # one per micro-batch, float32, as the user means it
@@ -185,12 +221,14 @@ class RankTelemetry(SentinelCallback):
         if not self._tokens:
             context.held = False
             context.record = None
-        self._batch = batch
+        self._batch, self._batch_idx = batch, batch_idx
         self._backward_in_batch = 0
         if self.token_count_fn is not None:
             tokens, supervised = self.token_count_fn(batch)
         else:
-            tokens, supervised = token_count(batch), supervised_token_count(batch)
+            found, all_supervised = parts_of(context, batch)
+            tokens = token_count(batch, found)
+            supervised = float(tokens) if all_supervised else supervised_token_count(batch, found=found)
         self._tokens.append(tokens)
         self._supervised.append(supervised)
         # The validator has named them already, and before it took bad samples out (a content hash would differ after).
@@ -198,11 +236,13 @@ class RankTelemetry(SentinelCallback):
         self._ids = list(named) if named is not None else [*self._ids, *sample_ids(batch, self.sample_id_fn)]
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        value = loss.detach().float()
+        value = loss.detach()
+        if value.dtype is not torch.float32:
+            value = value.float()
         scaler = scaler_of(trainer)
         if scaler is not None:
             value = value / scaler._get_scale_async()
-        if pl_module.automatic_optimization:
+        if pl_module.automatic_optimization and trainer.accumulate_grad_batches != 1:
             value = value * trainer.accumulate_grad_batches
         if self._backward_in_batch:
             self._losses[-1] = self._losses[-1] + value
@@ -219,8 +259,18 @@ class RankTelemetry(SentinelCallback):
         if losses is None or source is None or losses.shape[0] != source.shape[0]:
             return
         counts = getattr(pl_module, "sample_tokens", None)
+        n = len(self._source_names)
+        if losses.device.type == "cpu":
+            totals, tokens = self._by_source.tolist() if self._by_source is not None else ([0.0] * n, [0.0] * n)
+            shares = [1.0] * len(losses) if counts is None else counts.tolist()
+            for i, nats, share in zip(source.tolist(), losses.tolist(), shares, strict=True):
+                if share > 0:
+                    totals[i] += nats * share
+                    tokens[i] += share
+            self._by_source = torch.tensor([totals, tokens], dtype=torch.float64)
+            return
         weights = torch.ones_like(losses, dtype=torch.float64) if counts is None else counts.double()
-        sums = torch.zeros(2, len(self._source_names), dtype=torch.float64, device=losses.device)
+        sums = torch.zeros(2, n, dtype=torch.float64, device=losses.device)
         sums[0].index_add_(0, source.long(), torch.where(weights > 0, losses.double() * weights, 0.0))
         sums[1].index_add_(0, source.long(), weights)
         self._by_source = sums if self._by_source is None else self._by_source + sums
@@ -230,20 +280,36 @@ class RankTelemetry(SentinelCallback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         context = self.context(trainer)
         context.held = False
-        record = self._gather(trainer, optimizer)
-        context.record = record
-        context.scratch["live_losses"] = self._losses
-        context.tokens = record.tokens
-        context.nominal_steps += 1
-        context.drawn.append((record.step, record.sample_ids))
-        context.rates.append((record.step, _planned_rates(trainer, optimizer), record.learning_rates))
+        facts, matrix = self._pack(trainer, optimizer)
+        context.drawn.append((facts.step, facts.sample_ids))
+        context.rates.append((facts.step, _planned_rates(trainer, optimizer), facts.learning_rates))
+        self._gated = True
+        if self.lag.earlier is not None:
+            self._judge_earlier(trainer, pl_module, optimizer)
+            if context.held:  # the run goes back to before the earlier step: this one has never been
+                return
+        if self.lag.reads_now(trainer, facts) or self.lag.keep_out(trainer, optimizer, matrix, facts):
+            values = self._look_again(trainer, optimizer, read_now(matrix))
+            facts.applied = self._judge(trainer, pl_module, optimizer, facts, values)
+        self._start_update_norm(optimizer, facts.step, context.held)
+        if not pl_module.automatic_optimization:
+            # Another optimizer may follow in this batch: its record must not carry this one's loss, nor count tokens twice.
+            self._losses, self._weights, self._by_source = [], [], None
+            self._backward_in_batch, self._counted = 0, True
 
-        findings = list(self.nonfinite.observe(record))
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if callback is not self and hasattr(callback, "observe"):
-                findings.extend(callback.observe(record))
-        findings.extend(self._other_findings(trainer, record))
-
+    def _judge(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        optimizer: Optimizer,
+        facts: Facts,
+        values: npt.NDArray[np.float64],
+    ) -> bool:
+        """Make the record, show it to the detectors, and let the response answer; whether the update goes in."""
+        context = self.context(trainer)
+        record = self._record(trainer, facts, values)
+        context.scratch["live_losses"] = facts.losses
+        findings = self._findings(trainer, record, facts)
         response = next((c for c in trainer.callbacks if hasattr(c, "decide")), None)  # type: ignore[attr-defined]
         if response is not None:
             response.decide(trainer, pl_module, optimizer, record, findings)
@@ -251,50 +317,116 @@ class RankTelemetry(SentinelCallback):
             for finding in findings:
                 context.write(trainer, "finding", finding=finding.to_dict())
         skipped_by_scaler = bool(record.column("nonfinite_grads").any()) and scaler_of(trainer) is not None
-        applied = self._has_grads and not context.held and not skipped_by_scaler
+        applied = facts.has_grads and not context.held and not skipped_by_scaler
+        self._count(context, record, applied, quiet=not any(f.severity is Severity.INCIDENT for f in findings))
+        self._rows.append((record, applied, context.applied_steps, facts.epoch, facts.batch_idx))
+        return applied
+
+    def _judge_earlier(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer | None) -> None:
+        """The record of the step before this one, whose update is in or was kept out on the device."""
+        context = self.context(trainer)
+        facts, values, kept_out = self.lag.arrived()
+        while context.history and context.history[-1].step >= facts.step:
+            context.history.pop()  # a rollback has gone back to before this record was read
+        record = self._record(trainer, facts, values)
+        findings = self._findings(trainer, record, facts)
+        applied = facts.has_grads and not kept_out
+        quiet = not any(f.severity is Severity.INCIDENT for f in findings)
+        self._count(context, record, applied, quiet=quiet)
+        self._rows.append((record, applied, context.applied_steps, facts.epoch, facts.batch_idx))
+        response = next((c for c in trainer.callbacks if hasattr(c, "decide")), None)  # type: ignore[attr-defined]
+        if response is not None:
+            response.decide_late(
+                trainer, pl_module, optimizer, record, findings, kept_out=kept_out, window=facts.window
+            )
+        else:
+            for finding in findings:
+                context.write(trainer, "finding", finding=finding.to_dict())
+        if not context.held:
+            context.record = None
+
+    def _findings(self, trainer: Trainer, record: StepRecord, facts: Facts) -> list[Finding]:
+        findings = list(self.nonfinite.observe(record))
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if callback is not self and hasattr(callback, "observe"):
+                findings.extend(callback.observe(record))
+        # Of the batch validator, of the scan at the start and of a resume, of all ranks. Whether there are any was gathered
+        # with the record, so that every rank takes part in the exchange or none does.
+        if record.column("invalid_batch").any():
+            others = gather_objects(trainer, [f.to_dict() for f in facts.findings])
+            findings.extend(Finding.from_dict(f) for f in others)
+            for name in ONCE:
+                self.context(trainer).scratch.pop(name, None)
+        return findings
+
+    @staticmethod
+    def _count(context: RunContext, record: StepRecord, applied: bool, *, quiet: bool) -> None:
         context.applied_steps += applied
         if not applied:
             context.unapplied.append(record.step)
-        if not context.held and not any(f.severity is Severity.INCIDENT for f in findings):
+        if not context.held and quiet:
             context.history.append(record)
-        self._keep_row(trainer, record, applied)
-        self._start_update_norm(optimizer, record.step, context.held)
-        if not pl_module.automatic_optimization:
-            # Another optimizer may follow in this batch: its record must not carry this one's loss, nor count tokens twice.
-            self._losses, self._weights, self._by_source = [], [], None
-            self._backward_in_batch, self._counted = 0, True
 
-    def _gather(self, trainer: Trainer, optimizer: Optimizer) -> StepRecord:
-        """Pack this rank's row, gather, read once."""
+    def _record(self, trainer: Trainer, facts: Facts, values: npt.NDArray[np.float64]) -> StepRecord:
+        context = self.context(trainer)
+        self._finish_norms(values, facts.sharded)
+        record = StepRecord(
+            step=facts.step,
+            values=values,
+            attempt=facts.attempt,
+            tokens=context.tokens + int(values[:, SIGNAL_INDEX["tokens"]].sum()),
+            signals=self._signals,
+            learning_rates=facts.learning_rates,
+            sample_ids=facts.sample_ids,
+            restart_step=context.restart_step,
+        )
+        context.record = record
+        context.tokens = record.tokens
+        context.nominal_steps += 1
+        return record
+
+    def _pack(self, trainer: Trainer, optimizer: Optimizer) -> tuple[Facts, Tensor]:
+        """What the host knows of this step, and the gathered rows, ``[world_size, n_signals]``, on the device."""
         now = time.perf_counter()
         step_seconds, self._clock = now - self._clock, now
         grads = gradients(optimizer)
-        self._has_grads = bool(grads)
-        sharded = is_sharded(optimizer)
         device = trainer.strategy.root_device
-        scale = scale_of_gradients(trainer, optimizer)
         norm = total_norm(grads) if grads else torch.zeros((), dtype=torch.float64, device=device)
+        scale = scale_of_gradients(trainer, optimizer)
+        if isinstance(scale, Tensor):
+            norm = norm / scale
         context = self.context(trainer)
-        row = self._row(trainer, norm / scale, step_seconds, not grads, len(self._own_findings(trainer)), device)
-        matrix = gather_flat(row, trainer.world_size).cpu().numpy().astype(np.float64)
-        norms = matrix[:, SIGNAL_INDEX["grad_norm"]]
-        if not ((norms < FLOAT32_SQUARE_LIMIT) & ((norms > 1e-12) | (norms == 0))).all():
-            # Odd: the float32 sum may have overflowed or underflowed. Everybody sees it, so everybody looks again.
-            exact = total_norm(grads, torch.float64) / scale if grads else norm
-            again = gather_flat(exact.reshape(1).to(device), trainer.world_size)
-            matrix[:, SIGNAL_INDEX["grad_norm"]] = again.cpu().numpy()[:, 0]
-        self._finish_norms(matrix, sharded)
-        signals = self._signals
-        return StepRecord(
+        facts = Facts(
             step=trainer.global_step,
-            values=matrix,
             attempt=context.attempt,
-            tokens=context.tokens + int(matrix[:, SIGNAL_INDEX["tokens"]].sum()),
-            signals=signals,
             learning_rates=tuple(float(group["lr"]) for group in optimizer.param_groups),
             sample_ids=tuple(self._ids),
-            restart_step=context.restart_step,
+            findings=self._own_findings(trainer),
+            losses=self._losses,
+            has_grads=bool(grads),
+            sharded=is_sharded(optimizer),
+            epoch=trainer.current_epoch,
+            batch_idx=self._batch_idx,
+            window=context.window,
         )
+        row = self._row(trainer, norm, step_seconds, not grads, len(facts.findings), device)
+        return facts, gather_flat(row, trainer.world_size)
+
+    @staticmethod
+    def _look_again(trainer: Trainer, optimizer: Optimizer, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The same values with an exact gradient norm where the cheap one is odd.
+
+        The float32 sum may have overflowed or underflowed. Everybody sees it, so everybody looks again.
+        """
+        norms = values[:, SIGNAL_INDEX["grad_norm"]]
+        if not ((norms < FLOAT32_SQUARE_LIMIT) & ((norms > 1e-12) | (norms == 0))).all():
+            grads, device = gradients(optimizer), trainer.strategy.root_device
+            scale = scale_of_gradients(trainer, optimizer)
+            exact = total_norm(grads, torch.float64) if grads else torch.zeros((), dtype=torch.float64, device=device)
+            if isinstance(scale, Tensor):
+                exact = exact / scale
+            norms[:] = read_now(gather_flat(exact.reshape(1).to(device), trainer.world_size))[:, 0]
+        return values
 
     @staticmethod
     def _finish_norms(matrix: np.ndarray[Any, Any], sharded: bool) -> None:
@@ -309,66 +441,58 @@ class RankTelemetry(SentinelCallback):
         self, trainer: Trainer, norm: Tensor, step_seconds: float, no_grads: bool, invalid: int, device: torch.device
     ) -> Tensor:
         """This rank's row, ``[n_signals]`` float64 on the device: host numbers in one copy, the rest stays there."""
-        n = len(self._losses)
-        loss, supervised, tokens, bad = self._window_totals(device)
         scaler = scaler_of(trainer)
-        host = torch.tensor(
-            [step_seconds, self._data_seconds, float(invalid), float(no_grads and n > 0), 1.0],
-            dtype=torch.float64,
-        ).to(device, non_blocking=True)
-        scale = host[4] if scaler is None else scaler._get_scale_async().to(device).double().reshape(())
-        update = norm.new_full((), math.nan) if self._update_norm is None else self._update_norm.to(device)
-        zero = norm.new_zeros(())
-        parts = [
+        loss, supervised, tokens, bad = self._window_totals(device)
+        values: tuple[Tensor | float, ...] = (  # in the order of SIGNALS
             loss,
             supervised,
             tokens,
-            norm.to(device),
-            update,
+            norm,
+            math.nan if self._update_norm is None else self._update_norm,
             bad,
-            zero,
-            scale,
-            host[0],
-            host[1],
-            host[2],
-            host[3],
-        ]
-        row = torch.stack([p.double().reshape(()) for p in parts])
-        if self._source_names:
-            row = torch.cat([row, self._source_row(device)])
-        return row
+            0.0,  # nonfinite_grads follows from the gathered norms
+            1.0 if scaler is None else scaler._get_scale_async(),
+            step_seconds,
+            self._data_seconds,
+            float(invalid),
+            float(no_grads and bool(self._losses)),
+        )
+        values = tuple(v.item() if isinstance(v, Tensor) and v.device.type == "cpu" else v for v in values)
+        known = torch.tensor([math.nan if isinstance(v, Tensor) else v for v in values], dtype=torch.float64)
+        row = known.to(device, non_blocking=True)
+        places = tuple(i for i, value in enumerate(values) if isinstance(value, Tensor))
+        if places:
+            scalars = torch.stack([v.to(device, torch.float64).reshape(()) for v in values if isinstance(v, Tensor)])
+            if places not in self._places:
+                self._places[places] = torch.tensor(places, device=device)
+            row.index_copy_(0, self._places[places], scalars)
+        return torch.cat([row, self._source_row(device)]) if self._source_names else row
 
-    def _window_totals(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        tokens = _stack(self._tokens, device).sum() * (0.0 if self._counted else 1.0)
+    def _window_totals(self, device: torch.device) -> tuple[Tensor | float, ...]:
+        """Loss, supervised tokens, tokens and count of non-finite losses: numbers where the host knows them anyway."""
+        tokens = 0.0 if self._counted else _sum(self._tokens, device)
         if not self._losses:
-            nan = torch.full((), math.nan, dtype=torch.float64, device=device)
-            return nan, torch.zeros_like(nan), tokens, torch.zeros_like(nan)
+            return math.nan, 0.0, tokens, 0.0
+        if len(self._losses) == 1:
+            loss = self._losses[0]
+            if loss.device.type == "cpu":
+                number = loss.item()
+                return number, self._weights[0], tokens, float(not math.isfinite(number))
+            return loss, self._weights[0], tokens, ~torch.isfinite(loss)
         losses = torch.stack(self._losses).to(device).double()
         weights = _stack(self._weights, device)
         bad = (~torch.isfinite(losses)).double().sum()
-        if len(losses) == 1:
-            loss = losses[0]
-        else:
-            loss = torch.where(weights > 0, losses * weights, 0.0).sum() / weights.sum()
+        loss = torch.where(weights > 0, losses * weights, 0.0).sum() / weights.sum()
         return loss, weights.sum(), tokens, bad
 
     def _source_row(self, device: torch.device) -> Tensor:
         n = len(self._source_names)
         sums = self._by_source if self._by_source is not None else torch.zeros(2, n, dtype=torch.float64, device=device)
+        if sums.device.type == "cpu":
+            nats, tokens = sums.tolist()
+            pairs = [x for s, t in zip(nats, tokens, strict=True) for x in (s / t if t else math.nan, t)]
+            return torch.tensor(pairs, dtype=torch.float64).to(device, non_blocking=True)
         return torch.stack([sums[0] / sums[1], sums[1]], dim=1).reshape(-1).to(device)
-
-    def _other_findings(self, trainer: Trainer, record: StepRecord) -> Iterable[Finding]:
-        """Findings of the batch validator, of the scan at the start and of a resume, of all ranks, alike on all ranks.
-
-        Whether there are any was gathered with the record, so that every rank takes part in the exchange or none does.
-        """
-        if not record.column("invalid_batch").any():
-            return []
-        mine = [f.to_dict() for f in self._own_findings(trainer)]
-        scratch = self.context(trainer).scratch
-        for name in ONCE:
-            scratch.pop(name, None)
-        return [Finding.from_dict(f) for f in gather_objects(trainer, mine)]
 
     def _own_findings(self, trainer: Trainer) -> list[Finding]:
         """What other callbacks of this rank have found since the last gate."""
@@ -396,74 +520,43 @@ class RankTelemetry(SentinelCallback):
             self._update_norm = total_norm(self._before_update)
             self._measuring = False
         for row in self._rows:
-            self._write_step(trainer, row, batch_idx)
+            self._write_step(trainer, row)
         if self._rows:
             self._log_metrics(trainer)
+        if self._gated:
             self._reset_window()
-            self._data_seconds = 0.0
+            self._data_seconds, self._gated = 0.0, False
         self._rows = []
         self._batch_clock = time.perf_counter()
 
     # ------------------------------------------------------------------------------------------------------- writing
 
-    def _keep_row(self, trainer: Trainer, record: StepRecord, applied: bool) -> None:
-        """The step's line, written when the step is over."""
-        loss = record.column("loss_nats")
-        finite = loss[np.isfinite(loss)]
-        mine = float(loss[trainer.global_rank])
-        row = {
-            "loss": record.mean_loss,
-            "loss_min": float(finite.min()) if finite.size else math.nan,
-            "loss_median": float(np.median(finite)) if finite.size else math.nan,
-            "loss_max": float(finite.max()) if finite.size else math.nan,
-            "worst_rank": record.worst_rank,
-            "nonfinite_ranks": np.flatnonzero(record.column("nonfinite_loss")).tolist(),
-            "grad_norm": record.grad_norm,
-            "update_norm": record.update_norm,
-            "lr": list(record.learning_rates),
-            "loss_scale": float(record.column("loss_scale")[0]),
-            "step_seconds": float(record.column("step_seconds").max()),
-            "data_seconds": float(record.column("data_seconds").max()),
-            "applied": applied,
-            "applied_steps": self.context(trainer).applied_steps,
-            "sample_ids": list(record.sample_ids),
-            "epoch": trainer.current_epoch,
-            # exact: two runs agree where these hex digits agree
-            "loss_bits": struct.pack(">f", mine).hex() if abs(mine) < 3.4e38 or not math.isfinite(mine) else "overflow",
-            "sources": {s: record.source_loss(s) for s in record.sources},
-        }
-        if 1 < trainer.world_size <= ALL_RANKS:
-            row["rank_losses"] = [round(float(v), 6) for v in loss]
-        elif trainer.world_size > ALL_RANKS:
-            row["outlier_losses"] = {str(r): round(float(loss[r]), 6) for r in outliers(loss)}
-        self._rows.append({"step": record.step, "attempt": record.attempt, "tokens": record.tokens, "fields": row})
-
-    def _write_step(self, trainer: Trainer, row: dict[str, Any], batch_idx: int) -> None:
-        context = self.context(trainer)
+    def _write_step(self, trainer: Trainer, row: _Row) -> None:
+        context, record = self.context(trainer), row[0]
         every = int(context.scratch.get("step_interval", 1))
-        if every and row["step"] % every == 0:
-            context.journal.write(
-                "step",
-                step=row["step"],
-                attempt=row["attempt"],
-                tokens=row["tokens"],
-                **row["fields"],
-                batch_idx=batch_idx,
-            )
+        if not every or record.step % every:
+            return
+        where = {"step": record.step, "attempt": record.attempt, "tokens": record.tokens}
+        make = partial(step_fields, *row, trainer.global_rank)
+        if isinstance(context.journal, Journal):
+            context.journal.write_later("step", make, **where)
+        else:
+            context.journal.write("step", **where, **make())
 
     def _log_metrics(self, trainer: Trainer) -> None:
         row = self._rows[-1]
-        if not trainer.loggers or row["step"] % trainer.log_every_n_steps:  # type: ignore[attr-defined]
+        record = row[0]
+        if not trainer.loggers or record.step % trainer.log_every_n_steps:  # type: ignore[attr-defined]
             return
-        fields = row["fields"]
+        fields = step_fields(*row, trainer.global_rank)
         metrics: dict[str, float] = {
             "loss_mean": fields["loss"],
             **{k: fields[k] for k in ("loss_min", "loss_median", "loss_max", "worst_rank", "grad_norm", "update_norm")},
             "token_probability": token_probability(fields["loss"]),
             "step_seconds": fields["step_seconds"],
             "data_seconds": fields["data_seconds"],
-            "tokens": row["tokens"],
-            "attempt": row["attempt"],
+            "tokens": record.tokens,
+            "attempt": record.attempt,
         }
         if self.vocabulary_size is not None:
             metrics["nats_below_uniform"] = math.log(self.vocabulary_size) - fields["loss"]
@@ -472,7 +565,7 @@ class RankTelemetry(SentinelCallback):
         metrics |= {f"loss/{s}": v for s, v in fields["sources"].items()}
         named = {f"sentinel/{k}": float(v) for k, v in metrics.items() if not math.isnan(v)}
         for logger in trainer.loggers:
-            logger.log_metrics(named, step=row["step"])
+            logger.log_metrics(named, step=record.step)
 
     def state_dict(self) -> dict[str, Any]:
         # A restore point may lie between two micro-batches: what the window has collected so far belongs to it.
@@ -485,6 +578,7 @@ class RankTelemetry(SentinelCallback):
             "tokens": list(self._tokens),
             "by_source": self._by_source,
             "ids": list(self._ids),
+            "unread": self.lag.unread_step,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -496,6 +590,7 @@ class RankTelemetry(SentinelCallback):
         self._tokens = list(state_dict["tokens"])
         self._by_source = state_dict["by_source"]
         self._ids = list(state_dict["ids"])
+        self.lag.go_back(state_dict.get("unread"))
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers
@@ -512,12 +607,60 @@ def outliers(losses: npt.NDArray[np.float64]) -> list[int]:
     return [int(rank) for rank in np.argsort(-height, kind="stable")[:KEPT_OUTLIERS]]
 
 
+def step_fields(
+    record: StepRecord, applied: bool, applied_steps: int, epoch: int, batch_idx: int, rank: int
+) -> dict[str, Any]:
+    """Fields of a ``step`` event."""
+    losses = record.column("loss_nats").tolist()
+    finite = sorted(x for x in losses if math.isfinite(x)) or [math.nan]
+    mine = losses[rank]
+    fields = {
+        "loss": record.mean_loss,
+        "loss_min": finite[0],
+        "loss_median": sorted_median(finite),
+        "loss_max": finite[-1],
+        "worst_rank": record.worst_rank,
+        "nonfinite_ranks": np.flatnonzero(record.column("nonfinite_loss")).tolist() if record.has_nonfinite else [],
+        "grad_norm": record.grad_norm,
+        "update_norm": record.update_norm,
+        "lr": list(record.learning_rates),
+        "loss_scale": float(record.column("loss_scale")[0]),
+        "step_seconds": record.largest("step_seconds"),
+        "data_seconds": record.largest("data_seconds"),
+        "applied": applied,
+        "applied_steps": applied_steps,
+        "sample_ids": list(record.sample_ids),
+        "epoch": epoch,
+        # exact: two runs agree where these hex digits agree
+        "loss_bits": struct.pack(">f", mine).hex() if abs(mine) < 3.4e38 or not math.isfinite(mine) else "overflow",
+        "sources": record.source_losses,
+    }
+    if 1 < record.world_size <= ALL_RANKS:
+        fields["rank_losses"] = [round(x, 6) for x in losses]
+    elif record.world_size > ALL_RANKS:
+        fields["outlier_losses"] = {str(r): round(losses[r], 6) for r in outliers(record.column("loss_nats"))}
+    fields["batch_idx"] = batch_idx
+    return fields
+
+
 def _stack(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
     if not values:
         return torch.zeros(1, dtype=torch.float64, device=device)
     if any(isinstance(v, Tensor) for v in values):
         return torch.stack([torch.as_tensor(v, device=device).double().reshape(()) for v in values])
     return torch.tensor(values, dtype=torch.float64, device=device)
+
+
+def parts_of(context: RunContext, batch: Any) -> tuple[list[Part], bool]:
+    """The batch's parts, and whether each of its tokens is known to carry loss: from the validator, if it has looked."""
+    known = context.scratch.get("batch_parts")
+    return known[1:] if known is not None and known[0] is batch else (parts(batch), False)
+
+
+def _sum(values: Sequence[Tensor | float], device: torch.device) -> Tensor | float:
+    if any(isinstance(v, Tensor) for v in values):
+        return _stack(values, device).sum()
+    return float(sum(values))
 
 
 def scale_of_gradients(trainer: Trainer, optimizer: Optimizer) -> Tensor | float:

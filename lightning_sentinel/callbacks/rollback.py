@@ -48,6 +48,7 @@ class _Request:
     reason: str
     exclude: tuple[str, ...]
     checkpoint: str | None = None  # its name where the restore point comes from disk
+    untouched: bool = False
 
 
 class Rollback(SentinelCallback):
@@ -78,7 +79,7 @@ class Rollback(SentinelCallback):
         keep: Snapshots in memory, at least 2 (one known-good, one candidate). Each holds as many bytes as weights and
             optimizer state together.
         retry: Also keep a light snapshot of each step's start, so that a single step can be tried again without going
-            back further. It holds no weights.
+            back further. It holds no weights. Under a response that never retries (``observe``, ``guard``) it is left out.
         cursor: ``"auto"`` turns rollback off where the data position cannot be put back; ``"require"`` raises instead.
     """
 
@@ -150,6 +151,7 @@ class Rollback(SentinelCallback):
         incident: int,
         reason: str,
         exclude: Sequence[str] = (),
+        untouched: bool = False,
     ) -> Snapshot:
         """Ask for a rollback at the end of the current batch. Every rank must ask alike.
 
@@ -161,6 +163,8 @@ class Rollback(SentinelCallback):
             incident: Number of the incident that asks.
             reason: A sentence for the journal.
             exclude: ``sample:<id>`` and ``source:<name>`` that shall not be drawn again.
+            untouched: The updates since ``before_step`` are known to have been kept out on the device, which the
+                parameters' version counters do not show.
 
         Returns:
             The snapshot that will be restored.
@@ -181,8 +185,8 @@ class Rollback(SentinelCallback):
             )
         if action is Action.ROLLBACK_REPLAY and (problem := self.replay_problem(trainer, before_step)):
             raise RollbackUnavailable(problem)
-        snapshot, name = self._choose(trainer, before_step, action)
-        made = _Request(snapshot, before_step, action, incident, reason, tuple(exclude), name)
+        snapshot, name = self._choose(trainer, before_step, action, untouched)
+        made = _Request(snapshot, before_step, action, incident, reason, tuple(exclude), name, untouched)
         earlier = self._request
         if earlier is not None:
             # two incidents in one step: one way back, far enough for both
@@ -222,10 +226,15 @@ class Rollback(SentinelCallback):
             context.write(trainer, "rollback.off", reasons=reasons)
             rank_zero_warn("Rollback is off, training goes on without it. " + " ".join(reasons))
             return
-        self._light_problem = next(iter(light_problems(trainer)), None) if self.retry else "retry=False"
+        self._light_problem = next(iter(light_problems(trainer)), None) if self._may_retry(trainer) else "retry=False"
         control = private.advance_control(trainer)
         control.before.append(self._before_batch)
         control.after.append(self._after_batch)
+
+    def _may_retry(self, trainer: Trainer) -> bool:
+        """Whether anybody may ask for a step to be tried again: a response that only watches or guards never does."""
+        response = next((c for c in trainer.callbacks if hasattr(c, "decide")), None)  # type: ignore[attr-defined]
+        return self.retry and (response is None or response.policy.mode == "recover")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._detach(trainer)
@@ -330,11 +339,14 @@ class Rollback(SentinelCallback):
         checkpoint = find_callback(trainer, ForensicCheckpoint)
         return None if checkpoint is None else checkpoint.restore_step(trainer, before_step, self._on_path)
 
-    def _choose(self, trainer: Trainer, before_step: int, action: Action) -> tuple[Snapshot, str | None]:
+    def _choose(
+        self, trainer: Trainer, before_step: int, action: Action, untouched: bool = False
+    ) -> tuple[Snapshot, str | None]:
         """The restore point, and the name of its checkpoint where it comes from disk."""
         if action is Action.RETRY_STEP:
-            light = self._light
-            usable = light is not None and light.step == before_step and self._weights_untouched(trainer, light)
+            kept = (self._light, self._spare_light) if untouched else (self._light,)
+            light = next((s for s in kept if s is not None and s.step == before_step), None)
+            usable = light is not None and (untouched or self._weights_untouched(trainer, light))
             if self._on_all_ranks(trainer, usable):
                 assert light is not None
                 return light, None
@@ -376,7 +388,8 @@ class Rollback(SentinelCallback):
         self._request = None
         context = self.context(trainer)
         snapshot = request.snapshot
-        if snapshot.light and not self._on_all_ranks(trainer, self._weights_untouched(trainer, snapshot)):
+        untouched = request.untouched or (snapshot.light and self._weights_untouched(trainer, snapshot))
+        if snapshot.light and not self._on_all_ranks(trainer, untouched):
             # the step was not kept out of the weights after all
             snapshot, request.checkpoint = self._choose(trainer, request.before_step, Action.ROLLBACK_REPLAY)
         replayed = self._replayed(trainer, snapshot.step)
@@ -414,7 +427,7 @@ class Rollback(SentinelCallback):
                 snapshot.step
             )  # the snapshot that is taken of it now has earned it, too
         self._last_step = -1
-        self._light = None
+        self._light = self._spare_light = None
         context.held = False
         context.record = context.window = None
         if context.healthy_window is not None and context.healthy_window.step >= snapshot.step:

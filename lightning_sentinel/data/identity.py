@@ -298,7 +298,12 @@ def batch_hash(batch: Any) -> str:
     return digest.hexdigest()
 
 
-def supervised_token_count(batch: Any, targets_key: str | None = None, ignore_index: int = IGNORE_INDEX) -> Tensor:
+def supervised_token_count(
+    batch: Any,
+    targets_key: str | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    found: Sequence[Part] | None = None,
+) -> Tensor:
     """Targets that carry loss, as a 0-dim int64 tensor on the batch's device; no host read.
 
     Integer targets count where they differ from ``ignore_index`` and, with a ``loss_mask`` of the same shape, where it is
@@ -309,13 +314,17 @@ def supervised_token_count(batch: Any, targets_key: str | None = None, ignore_in
         batch: Any batch.
         targets_key: Key of the targets in a dict; None looks for ``targets``, ``labels``, ``target``, ``label``.
         ignore_index: Target value without loss.
+        found: The batch's parts, where they are known already.
     """
     total: Tensor | None = None
-    for part in parts(batch, targets_key):
+    for part in parts(batch, targets_key) if found is None else found:
         targets = part.targets
         if targets is None or not is_integer(targets):
             device = next((v.device for _, v in _leaves(part.holder) if isinstance(v, Tensor)), torch.device("cpu"))
             count = torch.full((), part.size, dtype=torch.int64, device=device)
+        elif targets.device.type == "cpu" and part.loss_mask is None:
+            # NumPy: between two steps every further kernel of torch is called with cold caches
+            count = torch.tensor(targets.numel() - int((targets.numpy() == ignore_index).sum()))
         else:
             supervised = targets != ignore_index
             if part.loss_mask is not None and part.loss_mask.shape == targets.shape:
@@ -325,9 +334,12 @@ def supervised_token_count(batch: Any, targets_key: str | None = None, ignore_in
     return torch.zeros((), dtype=torch.int64) if total is None else total
 
 
-def token_count(batch: Any) -> int:
-    """Tokens in the batch by its shapes alone (padding included); the number of samples where it has no tokens."""
+def token_count(batch: Any, found: Sequence[Part] | None = None) -> int:
+    """Tokens in the batch by its shapes alone (padding included); the number of samples where it has no tokens.
+
+    ``found``: the batch's parts, where they are known already.
+    """
     return sum(
         part.tokens.numel() if part.tokens is not None and is_integer(part.tokens) else part.size
-        for part in parts(batch)
+        for part in (parts(batch) if found is None else found)
     )

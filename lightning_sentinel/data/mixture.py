@@ -122,6 +122,12 @@ class Schedule:
             return self.weights[np.searchsorted(self.draws, draws, side="right") - 1]
         return np.stack([np.interp(draws, self.draws, column) for column in self.weights.T], axis=1)
 
+    def span(self, draw: int) -> int | None:
+        """Number of the span of draws, from this one's knot to the next, over which the weights stay; None if they move."""
+        if len(self.draws) == 1:
+            return 0
+        return int(np.searchsorted(self.draws, draw, side="right")) if self.interpolation == "constant" else None
+
     @property
     def ever_used(self) -> npt.NDArray[np.bool_]:
         """Which sources have a weight > 0 at some draw, ``[n_sources]``."""
@@ -192,6 +198,7 @@ class MixtureLoader:
         self._pointers: IntArray = np.zeros(len(self._sources), dtype=np.int64)
         self._batches = 0
         self._loaded = False
+        self._known_weights: tuple[int, frozenset[str], dict[str, float]] | None = None  # of the present span of draws
         self._excluded: frozenset[str] = frozenset()
         self._excluded_samples: frozenset[str] = frozenset()
         self._open: npt.NDArray[np.bool_] = self._lengths > 0
@@ -260,6 +267,13 @@ class MixtureLoader:
 
     def mixture_weights(self) -> dict[str, float]:
         """Weights in force for the next draw, after exclusions; they sum to 1."""
+        # Asked for in every step: between two knots they stay, unless something is excluded.
+        span = self.schedule.span(self._raw)
+        if span is not None:
+            if self._known_weights is None or self._known_weights[:2] != (span, self._excluded):
+                weights = self._weights(np.array([self._raw]))[0].tolist()
+                self._known_weights = (span, self._excluded, dict(zip(self.sources, weights, strict=True)))
+            return dict(self._known_weights[2])
         return dict(zip(self.sources, self._weights(np.array([self._raw]))[0].tolist(), strict=True))
 
     @property

@@ -166,6 +166,16 @@ class Spike:
         """True while a spike has neither ended nor become the new level."""
         return self._open is not None
 
+    def limit(self) -> float:
+        """Below this the next loss is certainly no finding, in nats; ``-inf`` where that cannot be said of any loss.
+
+        That is so during warm-up and while a spike is open.
+        """
+        if self._open is not None or self._accepted < self.warmup:
+            return -math.inf
+        center, scale = self.expected()
+        return center + self._band(center, scale)
+
     # -- one record ----------------------------------------------------------------------------------------------
 
     def observe(self, record: StepRecord) -> list[Finding]:

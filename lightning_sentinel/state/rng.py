@@ -13,6 +13,7 @@ Example:
 
 from __future__ import annotations
 
+import ctypes
 import random
 from typing import Any
 
@@ -22,8 +23,7 @@ import torch
 
 def capture(device: torch.device | None = None) -> dict[str, Any]:
     """The state of every global generator; ``device`` is the accelerator in use, if any."""
-    generator: Any = np.random.get_state(legacy=True)
-    name, keys, position, has_gauss, cached = generator
+    name, keys, position, has_gauss, cached = numpy_state()
     state: dict[str, Any] = {
         "python": random.getstate(),
         # torch has no full support for uint32: the same bits as int32
@@ -32,6 +32,28 @@ def capture(device: torch.device | None = None) -> dict[str, Any]:
     }
     if device is not None and device.type not in ("cpu", "meta"):
         state["device"] = _generator_module(device).get_rng_state(device)
+    return state
+
+
+_NUMPY_STATE_BYTES = 624 * 4 + 4  # the key and the position of MT19937
+_last_numpy: tuple[Any, bytes, Any] | None = None
+
+
+def numpy_state() -> Any:
+    """``np.random.get_state()``, read anew only where it has changed: the call costs more than all the other generators.
+
+    A draw moves the key or the position, except that of the second of a pair of normal numbers, which is kept as ``gauss``;
+    while there is one, the state is always read. The arrays are shared and not to be changed.
+    """
+    global _last_numpy
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public, its stub forgets it
+    if type(generator) is not np.random.MT19937:
+        return np.random.get_state(legacy=True)
+    raw = ctypes.string_at(generator.ctypes.state_address, _NUMPY_STATE_BYTES)
+    if _last_numpy is not None and _last_numpy[0] is generator and _last_numpy[1] == raw:
+        return _last_numpy[2]
+    state: Any = np.random.get_state(legacy=True)
+    _last_numpy = None if state[3] else (generator, raw, state)
     return state
 
 

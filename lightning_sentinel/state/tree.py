@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ATOMS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device)
+_ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device})
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -28,9 +28,9 @@ def clone(value: Any) -> Any:
     if kind is dict:
         return {k: clone(v) for k, v in value.items()}
     if kind is list:
-        return [clone(v) for v in value]
+        return list(value) if _ATOMS.issuperset(map(type, value)) else [clone(v) for v in value]
     if kind is tuple:
-        return tuple(clone(v) for v in value)
+        return value if _ATOMS.issuperset(map(type, value)) else tuple(clone(v) for v in value)
     if isinstance(value, Tensor):
         return value.detach().clone()
     if kind is np.ndarray:
@@ -82,6 +82,8 @@ class HostCopies:
             copied.update((k, self.tree(v, by_key.get(k))) for k, v in value.items())
             return copied
         if kind in (list, tuple):
+            if _ATOMS.issuperset(map(type, value)):  # a detector's window of numbers: hundreds in every light snapshot
+                return kind(value)
             before = old if isinstance(old, (list, tuple)) and len(old) == len(value) else [None] * len(value)
             return kind(self.tree(v, o) for v, o in zip(value, before, strict=True))
         return clone(value)

@@ -103,6 +103,23 @@ def block_paths(module: nn.Module, patterns: Sequence[str] | str = "auto") -> li
     return [path for path in modules if path in found or path in deeper]
 
 
+def outer_blocks(module: nn.Module) -> list[str]:
+    """The elements of the outermost ``nn.ModuleList`` s, in ``named_modules()`` order: a model's layers.
+
+    Lists inside an element (a layer's experts) are not entered. Without a list, the direct children of the module.
+    """
+    found: list[str] = []
+    waiting = [("", module)]
+    while waiting:
+        path, m = waiting.pop()
+        children = [(f"{path}.{name}" if path else name, child) for name, child in m.named_children()]
+        if isinstance(m, nn.ModuleList):
+            found += [name for name, _ in children]
+        else:
+            waiting += reversed(children)
+    return found or [name for name, _ in module.named_children()]
+
+
 def replay(
     trainer: Trainer,
     module: LightningModule,
@@ -392,6 +409,8 @@ class Call:
 
 def total_of(output: Any) -> Tensor | None:
     """Sum over a module's floating-point outputs in float32 or wider: not finite where any of them is not."""
+    if type(output) is Tensor and output.dtype is torch.float32 and output.numel():
+        return output.detach().sum()  # the usual case, without a walk through containers
     total: Tensor | None = None
     for out in tensors(output):
         if out.is_floating_point() and out.numel():

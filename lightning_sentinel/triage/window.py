@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -27,12 +29,52 @@ KEPT_BYTES = 16 * 2**20  # of batch tensors per window; larger windows are not k
 
 def tensors(tree: Any) -> list[Tensor]:
     """All tensors in a nest of containers; the local part of a DTensor."""
+    if type(tree) is dict:  # most batches: flat, and ten times faster without the general walk
+        values = [v for v in tree.values() if v is not None]
+        if all(type(v) is Tensor or (type(v) in _PLAIN_LISTS and _plain(v)) for v in values):
+            return [v for v in values if type(v) is Tensor]
     return [getattr(t, "_local_tensor", t) for t in tree_leaves(tree) if isinstance(t, Tensor)]
 
 
-def named_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every buffer by its path, buffers that are not in the ``state_dict`` too, each tensor once."""
-    yield from module.named_buffers()
+_VALUES = methodcaller("values")
+_PLAIN_LISTS, _PLAIN_TYPES = frozenset({list, tuple}), frozenset({str, int, float, bool})
+
+
+def _plain(values: Any) -> bool:
+    return _PLAIN_TYPES.issuperset(map(type, values))
+
+
+class BufferTree:
+    """Where the buffers of a module lie.
+
+    Asked for in every step, so the walk of ``nn.Module.named_buffers`` is made again only where a submodule has been added,
+    removed or replaced since; the buffers themselves are read anew each time.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self._children: list[dict[str, nn.Module | None]] = []
+        self._known: list[int] = []
+        self._owners: list[tuple[str, nn.Module]] = []
+
+    def of(self, module: nn.Module) -> list[tuple[str, Tensor]]:
+        """Every buffer by its path, those that are not in the ``state_dict`` too, each once."""
+        if self._module() is not module or self._known != self._now() or not self._owners:
+            self._module = weakref.ref(module)
+            self._owners = [(f"{path}." if path else "", m) for path, m in module.named_modules()]
+            self._children = [m._modules for _, m in self._owners if m._modules]
+            self._known = self._now()
+        seen: set[int] = set()
+        return [
+            (prefix + name, b)
+            for prefix, m in self._owners
+            if m._buffers
+            for name, b in m._buffers.items()
+            if b is not None and not (id(b) in seen or seen.add(id(b)))  # type: ignore[func-returns-value]
+        ]
+
+    def _now(self) -> list[int]:
+        return [*map(id, chain.from_iterable(map(_VALUES, self._children)))]
 
 
 @dataclass
@@ -70,8 +112,8 @@ class StepWindow:
         micro_batches: In order.
         buffers: Buffers by path, before the first forward.
         scale: Loss scale in force, 0-dim on its device; None without a scaler.
-        boundary_flags: ``(micro-batch, module path, sum of the output)`` in forward order, on the device; a sum that is
-            not finite marks an output that is not finite.
+        boundary_flags: ``(micro-batch, module path, sum of the output)`` in forward order, the sum on its device (on the
+            CPU as a number); a sum that is not finite marks an output that is not finite.
         losses: Live losses of the micro-batches, set when the window has passed the gate as healthy.
         sample_losses: Losses of the samples by micro-batch, ``[batch]`` nats each, where ``training_step`` left them.
     """
@@ -81,7 +123,7 @@ class StepWindow:
     micro_batches: list[MicroBatch] = field(default_factory=list)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     scale: Tensor | None = None
-    boundary_flags: list[tuple[int, str, Tensor]] = field(default_factory=list)
+    boundary_flags: list[tuple[int, str, Tensor | float]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     sample_losses: list[Tensor] = field(default_factory=list)
 
@@ -101,8 +143,11 @@ class StepCapture:
         self._trainer = weakref.ref(trainer)
         self._module: weakref.ref[LightningModule] | None = None
         self._generators: dict[tuple[str, str], torch.Generator] = {}
+        self._buffers = BufferTree(trainer.lightning_module)
         self._free: list[dict[str, Tensor]] = []  # buffer memory of retired windows
         self._attempt = context_of(trainer).attempt
+        self.keeps_previous = False  # a step may be judged while the next one is under way
+        self._previous: StepWindow | None = None
         self._told = False  # somebody calls mark_healthy, so the default judgement is not needed
         self.kept: deque[StepWindow] = deque(maxlen=KEPT_WINDOWS)
         self.anchors: dict[int, StepWindow] = {}  # by step: healthy windows that start at a full snapshot
@@ -111,9 +156,9 @@ class StepCapture:
     def release(self) -> None:
         self._undo()
 
-    def mark_healthy(self, trainer: Trainer) -> None:
+    def mark_healthy(self, trainer: Trainer, window: StepWindow | None = None) -> None:
         self._told = True
-        self._accept(context_of(trainer))
+        self._accept(context_of(trainer), window)
 
     def forget_after(self, context: RunContext, step: int) -> None:
         """Let go of the windows of ``step`` and later: they belong to an abandoned path."""
@@ -126,8 +171,8 @@ class StepCapture:
         self.kept.clear()
         self.kept.extend(kept)
 
-    def _accept(self, context: RunContext) -> None:
-        window = context.window
+    def _accept(self, context: RunContext, window: StepWindow | None = None) -> None:
+        window = context.window if window is None else window
         if window is None or window is context.healthy_window:
             return
         window.losses = list(context.scratch.get("live_losses", ()))
@@ -201,6 +246,8 @@ class StepCapture:
         previous = context.window
         if not self._told and self._looks_healthy(context):
             self._accept(context)
+        if self.keeps_previous:
+            previous, self._previous = self._previous, previous
         if previous is not None and previous is not context.healthy_window:
             self._free.append(previous.buffers)
         window = StepWindow(trainer.global_step, context.attempt, scale=_private.scale_of(trainer))
@@ -209,7 +256,7 @@ class StepCapture:
         return window
 
     def _copy_buffers(self, module: LightningModule) -> dict[str, Tensor]:
-        now = {name: b.detach() for name, b in named_buffers(module)}
+        now = {name: b.detach() for name, b in self._buffers.of(module)}
         memory = self._free.pop() if self._free else {}
         del self._free[2:]
         fits = memory.keys() == now.keys() and all(
@@ -267,11 +314,11 @@ def release_capture(trainer: Trainer) -> None:
     context.window = context.healthy_window = None
 
 
-def mark_healthy(trainer: Trainer) -> None:
-    """The current window's step goes in and nothing was found in it: it becomes ``context.healthy_window``."""
+def mark_healthy(trainer: Trainer, window: StepWindow | None = None) -> None:
+    """The current window's step (or this one's) goes in and nothing was found in it: ``context.healthy_window``."""
     capture = _CAPTURES.get(trainer)
     if capture is not None:
-        capture.mark_healthy(trainer)
+        capture.mark_healthy(trainer, window)
 
 
 def forget_after(trainer: Trainer, step: int) -> None:
@@ -303,14 +350,20 @@ def anchor_windows(trainer: Trainer, before_step: int) -> list[StepWindow]:
 
 
 @torch.no_grad()
-def restore_buffers(trainer: Trainer) -> None:
-    """Put the module's buffers back to where they were before the current window's first forward."""
+def restore_buffers(trainer: Trainer, where: Tensor | None = None) -> None:
+    """Put the module's buffers back to where they were before the current window's first forward.
+
+    ``where``: a 0-dim bool on the device; only if it is true, and without reading it.
+    """
     window = context_of(trainer).window
     if window is None or not window.buffers:
         return
-    now = dict(named_buffers(trainer.lightning_module))
+    now = dict(trainer.lightning_module.named_buffers())
     names = [n for n in window.buffers if n in now and now[n].shape == window.buffers[n].shape]
-    if names:
+    for name in names if where is not None else ():
+        buffer, saved = _local(now[name]), _local(window.buffers[name])
+        buffer.copy_(torch.where(where.to(buffer.device), saved, buffer))  # type: ignore[union-attr]
+    if names and where is None:
         torch._foreach_copy_([_local(now[n]) for n in names], [_local(window.buffers[n]) for n in names])
 
 

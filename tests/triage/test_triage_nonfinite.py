@@ -94,13 +94,14 @@ class Once(Gate):
         pl_module.blocks[2].mixer.register_forward_hook(hook)
 
 
-def test_a_value_that_does_not_come_again_is_named_by_the_boundaries() -> None:
-    gate, tracer = Once(trace_nonfinite), NonFiniteTracer()
+@pytest.mark.parametrize(("boundaries", "named"), [("auto", "blocks.2"), (["blocks.*"], "blocks.2.mixer"), ([], "")])
+def test_a_value_that_does_not_come_again_is_named_by_the_boundaries(boundaries: Any, named: str) -> None:
+    gate, tracer = Once(trace_nonfinite), NonFiniteTracer(boundaries)
     fit(Net(), [tracer, gate])  # the fault's hook is registered after the tracer's
     assert gate.fired == 1
     report = gate.results[0]
     assert (report.kind, report.reproduced) == ("not_reproduced", False)
-    assert (report.module, report.rank, report.step) == ("blocks.2.mixer", 0, BAD_STEP)
+    assert (report.module, report.rank, report.step) == (named, 0, BAD_STEP)
 
 
 def test_without_boundaries_the_rank_is_still_known() -> None:
@@ -184,7 +185,7 @@ class HidesIt(Net):
 @pytest.mark.parametrize("first", ["tracer", "telemetry", "alone"])
 @pytest.mark.parametrize("every_n", [1, 2])
 def test_a_value_that_reaches_neither_loss_nor_gradient_is_an_alarm(first: str, every_n: int) -> None:
-    tracer, telemetry, listens = NonFiniteTracer(every_n=every_n), RankTelemetry(), Listens()
+    tracer, telemetry, listens = NonFiniteTracer(["blocks.*"], every_n), RankTelemetry(), Listens()
     callbacks = {"tracer": [tracer, telemetry], "telemetry": [telemetry, tracer], "alone": [tracer]}[first]
     trainer = fit(HidesIt(3, 6), [listens, *callbacks], steps=8)
     [(step, fields)] = listens.events.of("finding")
@@ -206,7 +207,7 @@ def test_an_alarm_is_stated_again_after_it_was_gone() -> None:
             return super().spoil(module, args, output)
 
     listens = Listens()
-    fit(Twice(2, 3), [listens, NonFiniteTracer(), RankTelemetry()], steps=8)
+    fit(Twice(2, 3), [listens, NonFiniteTracer(["blocks.*"]), RankTelemetry()], steps=8)
     assert [step for step, _ in listens.events.of("finding")] == [2, 5]
 
 
@@ -257,7 +258,8 @@ def test_an_armed_step_also_names_the_first_bad_boundary() -> None:
             return super().training_step(batch, batch_idx)
 
     listens = Listens()
-    callbacks = [listens, NonFiniteTracer(anomaly=True, replay=False, max_traces=1), RankTelemetry(), Skips()]
+    tracer = NonFiniteTracer(["blocks.*.mixer"], anomaly=True, replay=False, max_traces=1)
+    callbacks = [listens, tracer, RankTelemetry(), Skips()]
     fit(Again("root"), callbacks, steps=7)
     [(step, found)] = listens.events.of("triage.anomaly")  # as often as max_traces says
     assert (step, found["boundary"]) == (4, "blocks.1.mixer")

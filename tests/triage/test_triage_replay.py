@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from triage_models import Gate, Net, fingerprint, fit
 
 from lightning_sentinel.context import context_of
 from lightning_sentinel.triage import window as window_module
-from lightning_sentinel.triage.replay import ReplayUnavailableError, block_paths, replay
+from lightning_sentinel.triage.replay import ReplayUnavailableError, block_paths, outer_blocks, replay
 from lightning_sentinel.triage.sandbox import is_replaying
 from lightning_sentinel.triage.window import forget_after, healthy_windows, release_capture, restore_buffers
 
@@ -216,3 +217,16 @@ def test_boundaries_are_the_blocks_and_their_children() -> None:
     ]
     assert block_paths(Net(layers=2), ["*.mixer"]) == ["blocks.0.mixer", "blocks.1.mixer"]
     assert block_paths(Net(layers=2).blocks[0]) == ["norm", "mixer"]
+
+
+def test_what_is_flagged_in_every_step_are_the_outermost_blocks() -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Linear(2, 2)
+            self.tower = nn.Sequential(nn.Identity(), nn.ModuleList([Net(layers=1), nn.Linear(2, 2)]))
+            self.heads = nn.ModuleList([nn.Linear(2, 1)])
+
+    assert outer_blocks(Net(layers=2)) == ["blocks.0", "blocks.1"]
+    assert outer_blocks(Routed()) == ["tower.1.0", "tower.1.1", "heads.0"]
+    assert outer_blocks(Net(layers=2).blocks[0]) == ["norm", "mixer"]
