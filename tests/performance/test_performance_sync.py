@@ -178,13 +178,11 @@ def test_the_same_answer_and_the_same_weights_as_at_the_gate(gain: float, once: 
             weights(module),
         )
     (gate, gate_weights), (lagged, lagged_weights) = found["gate"], found["lagged"]
-    if once:  # what does not come again when the step runs again needs no further way back
-        assert gate.pop("actions") == ["retry_step" if math.isnan(gain) else "rollback_replay"]
-        assert lagged.pop("actions") == (["retry_step"] if fused or math.isnan(gain) else ["rollback_replay"])
-        assert gate["verdict"] == "infrastructure"
     assert lagged == gate
     assert same_bits(lagged_weights, gate_weights)
     assert gate["opened"] == 47
+    if once:
+        assert (gate["verdict"], gate["actions"]) == ("infrastructure", ["retry_step"])
 
 
 def test_guard_keeps_the_update_out_on_the_device_and_puts_the_buffers_back() -> None:
