@@ -18,7 +18,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TextIO
@@ -589,10 +589,13 @@ class Scanner:
         reader: The log.
         suite: The detectors.
         keep: Keep steps and losses for a picture.
+        each_row: Called after each row.
     """
 
-    def __init__(self, reader: LogReader, suite: Watch, *, keep: bool = True) -> None:
-        self.reader, self.suite, self.keep = reader, suite, keep
+    def __init__(
+        self, reader: LogReader, suite: Watch, *, keep: bool = True, each_row: Callable[[], object] | None = None
+    ) -> None:
+        self.reader, self.suite, self.keep, self.each_row = reader, suite, keep, each_row
         self.result = Scan(reader.path, reader.format)
 
     def __iter__(self) -> Iterator[Finding]:
@@ -610,6 +613,8 @@ class Scanner:
                 result.steps.append(row.step)
                 result.losses.append(row.loss)
             yield from suite.look(row.step, row.loss, row.grad_norm, row.loss_scale)
+            if self.each_row is not None:
+                self.each_row()
         self.finish()
 
     def finish(self) -> Scan:

@@ -38,6 +38,9 @@ LR_JUMP = 0.2
 # Schedules of mixtures move in small steps; only what a reader would see in the curve is an event.
 MIXTURE_CHANGE = 0.02
 
+# A report made while training goes on is followed by a pause of so many times what it took.
+REPORT_SHARE = 20.0
+
 
 class RunJournal(SentinelCallback):
     """Writes the run folder: the journal of every rank and, on rank 0, ``summary.json``, ``loss.png``, ``report.html``.
@@ -62,7 +65,8 @@ class RunJournal(SentinelCallback):
         run_dir: The run folder; None: ``<trainer.default_root_dir>/sentinel/<time stamp>``. Rank 0 decides for all.
         step_interval: Journal every Nth step's signals; 0: none.
         report: Write summary, picture and report at the end of the fit and after incidents.
-        report_every_seconds: At most that often while training goes on (then made by a child process, at low priority).
+        report_every_seconds: At most that often while training goes on (then made by a child process, at low priority, and
+            never for more than a twentieth of the time).
         config: The run's configuration, any mapping; journalled with secrets redacted.
         max_bytes: Size at which the next journal file begins.
         progress_bar: Show the status in the progress bar.
@@ -116,6 +120,7 @@ class RunJournal(SentinelCallback):
         self._reporter: subprocess.Popen[bytes] | None = None
         self._reported_closed = 0
         self._reported_at = 0.0
+        self._report_seconds = 0.0
         self._unwrap_bar: Callable[[], None] | None = None
         self._alerts: Webhook | None = None
 
@@ -251,7 +256,9 @@ class RunJournal(SentinelCallback):
         if self._journal is None or not self.report or not trainer.is_global_zero:
             return
         self._reap_reporter(trainer)
-        due = time.monotonic() - self._reported_at >= self.report_every_seconds
+        # A long run's report takes long: never more than a small share of one core.
+        pause = max(self.report_every_seconds, REPORT_SHARE * self._report_seconds)
+        due = time.monotonic() - self._reported_at >= pause
         if self.status.closed > self._reported_closed and due and self._reporter is None:
             self._reported_closed, self._reported_at = self.status.closed, time.monotonic()
             self._journal.flush()
@@ -352,6 +359,7 @@ class RunJournal(SentinelCallback):
     def _reap_reporter(self, trainer: Trainer) -> None:
         if self._reporter is None or self._reporter.poll() is None:
             return
+        self._report_seconds = time.monotonic() - self._reported_at
         if self._reporter.returncode:
             _, stderr = self._reporter.communicate()
             lines = redact(stderr.decode(errors="replace")).strip().splitlines() or [

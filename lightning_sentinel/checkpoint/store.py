@@ -281,8 +281,13 @@ class CheckpointStore:
             raise CheckpointError(f"{STATUS} belongs to another checkpoint (it names another manifest)")
         return Checkpoint(path, manifest, status, _serial(path.name))
 
-    def verify(self, path: str | Path) -> list[str]:
-        """Everything that is wrong with a checkpoint, a sentence each with the file's name; empty if it can be used."""
+    def verify(self, path: str | Path, hashed: Callable[[int], object] | None = None) -> list[str]:
+        """Everything that is wrong with a checkpoint, a sentence each with the file's name; empty if it can be used.
+
+        Args:
+            path: The checkpoint's folder.
+            hashed: Told of so many more bytes that have been hashed, about once a MiB.
+        """
         path = Path(path)
         if not path.is_dir():
             return [f"{path.name} is not a directory"]
@@ -290,7 +295,7 @@ class CheckpointStore:
             manifest = self.read(path).manifest
         except CheckpointError as error:
             return [str(error)]
-        problems = [p for entry in manifest.files.values() if (p := _check_file(path / entry.name, entry))]
+        problems = [p for entry in manifest.files.values() if (p := _check_file(path / entry.name, entry, hashed))]
         wanted = (rank_file(rank) for rank in range(manifest.world_size))
         problems += [f"{name} is not in {MANIFEST}" for name in wanted if name not in manifest.files]
         return problems
@@ -455,9 +460,9 @@ def _read_sealed(path: Path, name: str) -> bytes:
         raise CheckpointError(f"{name} {_os_reason(error)}") from None
 
 
-def _check_file(path: Path, entry: FileEntry) -> str | None:
+def _check_file(path: Path, entry: FileEntry, hashed: Callable[[int], object] | None = None) -> str | None:
     try:
-        return _compare(entry, *_hash_file(path))
+        return _compare(entry, *_hash_file(path, hashed))
     except OSError as error:
         return f"{entry.name} {_os_reason(error)}"
 
@@ -468,17 +473,19 @@ def _compare(entry: FileEntry, digest: str, size: int) -> str | None:
     return None if digest == entry.sha256 else f"{entry.name} fails SHA-256"
 
 
-def _hash_file(path: Path) -> tuple[str, int]:
+def _hash_file(path: Path, hashed: Callable[[int], object] | None = None) -> tuple[str, int]:
     with path.open("rb") as file:
-        return _hash_stream(file)
+        return _hash_stream(file, hashed)
 
 
-def _hash_stream(file: io.BufferedIOBase | BinaryIO) -> tuple[str, int]:
+def _hash_stream(file: io.BufferedIOBase | BinaryIO, hashed: Callable[[int], object] | None = None) -> tuple[str, int]:
     digest = hashlib.sha256()
     size = 0
     while chunk := file.read(1 << 20):
         digest.update(chunk)
         size += len(chunk)
+        if hashed is not None:
+            hashed(len(chunk))
     return digest.hexdigest(), size
 
 

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Sequence
 
 from .._version import __version__
-from .common import EXIT_CODES, INTERRUPTED, OK, USAGE
+from .common import EXIT_CODES, INTERRUPTED, OK, USAGE, Parser
 
 # In the order of the help. A command whose module is not there is not offered.
 COMMANDS = ("report", "watch", "scan", "verify", "replay", "quarantine", "canary", "config")
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser with every command."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="lightning-sentinel",
         description="See what happened to a training run, since when, who is at fault, and whether it is back on its path.",
         epilog=EXIT_CODES,

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 OK, FOUND, USAGE, INTERRUPTED = 0, 1, 2, 130
 EXIT_CODES = "Exit codes: 0 fine, 1 something needs a person, 2 wrong usage or unreadable input, 130 interrupted."
 
 Commands = argparse._SubParsersAction  # argparse has no public name for what add_subparsers() returns
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with a command line on one line, with what to do, instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        choice = re.fullmatch(r"argument \S+: invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if choice:
+            known = choice[2].replace("'", "").split(", ")
+            close = difflib.get_close_matches(choice[1], known, n=1)
+            hint = f"Did you mean {close[0]}?" if close else f"Choose from {', '.join(known)}."
+            message = f"there is no {choice[1]!r} here. {hint}"
+        elif not message.endswith("."):
+            message += "."
+        self.exit(USAGE, f"lightning-sentinel: {message} See `{self.prog} --help`.\n")
 
 
 def add_command(

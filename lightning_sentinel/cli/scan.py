@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ..progress import Progress
 from .common import FOUND, OK, Commands, add_command, print_json
 
 
@@ -49,14 +50,16 @@ def run(args: argparse.Namespace) -> int:
     for path in args.files:
         wanted = scan.Columns(args.step, args.loss, args.grad_norm, args.loss_scale)
         reader = scan.LogReader(path, wanted, follow=args.follow, idle_seconds=args.idle)
-        scanner = scan.Scanner(reader, scan.Watch(overrides), keep=args.png is not None)
-        try:
-            for finding in scanner:
-                if args.follow and not args.json:
-                    print(scan.finding_line(finding), flush=True)
-        except KeyboardInterrupt:
-            if not args.follow:
-                raise
+        quiet = args.follow or args.json
+        with Progress(f"scanning {path.name}", unit="rows", enabled=not quiet) as bar:
+            scanner = scan.Scanner(reader, scan.Watch(overrides), keep=args.png is not None, each_row=bar.advance)
+            try:
+                for finding in scanner:
+                    if args.follow and not args.json:
+                        print(scan.finding_line(finding), flush=True)
+            except KeyboardInterrupt:
+                if not args.follow:
+                    raise
         result = scanner.finish()
         results.append(result)
         if not args.json:

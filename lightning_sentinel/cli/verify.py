@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..progress import track
+from ..progress import Progress
 from .common import FOUND, OK, Commands, add_command, print_json
 
 
@@ -57,9 +58,16 @@ def _verified(store: Any, paths: Sequence[Path], *, quiet: bool) -> Iterator[dic
     """Each checkpoint with its status and what is wrong with it; says where it is when that takes time."""
     from ..checkpoint.store import CheckpointError
 
-    for path in track(paths, "hashing", unit="checkpoints", enabled=not quiet):
+    total, states = 0, []
+    for path in paths:
         try:
-            status = str(store.read(path).status.status)
+            read = store.read(path)
         except CheckpointError:
-            status = "unreadable"
-        yield {"path": str(path), "status": status, "problems": store.verify(path)}
+            states.append("unreadable")
+        else:
+            states.append(str(read.status.status))
+            total += sum(entry.bytes for entry in read.manifest.files.values())
+    with Progress("hashing", total=total, unit="B", enabled=not quiet) as bar:
+        for path, status in zip(paths, states, strict=True):
+            problems = store.verify(path, partial(bar.advance, note=path.name))
+            yield {"path": str(path), "status": status, "problems": problems}

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .common import FOUND, OK, Commands, add_command
+
+if TYPE_CHECKING:
+    from .dashboard import Dashboard
 
 
 def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -21,6 +25,9 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         "--interval", type=float, default=1.0, metavar="SECONDS", help="time between looks (default: 1)"
     )
     parser.add_argument("--once", action="store_true", help="print what is there and stop")
+    parser.add_argument(
+        "--plain", action="store_true", help="one line for each event, on a terminal with rich installed too"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -30,17 +37,28 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--interval must be greater than 0 seconds, got {options.interval:g}.")
     if options.once and not journal_files(options.run):
         raise FileNotFoundError(f"No journal in {options.run}. Give the run folder that RunJournal writes.")
-    follower, screen = Follower(options.run), _Screen(options.json)
+    follower, screen = Follower(options.run), _screen(options)
     if not journal_files(options.run):
         print(f"Waiting for a journal in {options.run} ...", file=sys.stderr)
-    while True:
-        for event in follower.poll():
-            screen.show(event)
-        screen.refresh()
-        if screen.ended is not None or options.once:
-            screen.close()
-            return OK if screen.ended in (None, "finished") else FOUND
-        time.sleep(options.interval)
+    try:
+        while True:
+            for event in follower.poll():
+                screen.show(event)
+            screen.refresh()
+            if screen.ended is not None or options.once:
+                return OK if screen.ended in (None, "finished") else FOUND
+            time.sleep(options.interval)
+    finally:
+        screen.close()  # after an interrupt, too: the terminal gets its cursor back
+
+
+def _screen(options: argparse.Namespace) -> Dashboard | _Screen:
+    """A picture kept up to date on a terminal where rich is there, else a line for each event."""
+    if sys.stdout.isatty() and not (options.json or options.plain) and importlib.util.find_spec("rich") is not None:
+        from .dashboard import Dashboard
+
+        return Dashboard(options.run)
+    return _Screen(options.json)
 
 
 class _Screen:

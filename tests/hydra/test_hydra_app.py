@@ -143,3 +143,31 @@ def test_misspelt_key_on_the_command_line_ends_before_training(app: Path) -> Non
     assert done.returncode == 1
     assert "Could not override 'callbacks.spike_detector.treshold'" in done.stderr
     assert not (app.parent.parent / "out" / "result.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_processes_started_under_hydra_share_one_run_folder(app: Path) -> None:
+    """Lightning starts the second process with Hydra's command line: it must find the groups and the folder, too."""
+    done = run_app(
+        app,
+        "policy=guard",
+        "trainer.devices=2",
+        "+trainer.strategy=ddp",
+        "callbacks.rollback=null",
+        "hydra.run.dir=out",
+    )
+    assert done.returncode == 0, done.stderr
+    out = app.parent.parent / "out"
+    result = result_of(out)
+    assert (result["steps"], result["finite"]) == (10, True)
+    assert result["callbacks"] == [name for name in SUITE if name != "Rollback"]
+    told = []
+    for rank in range(2):
+        events = [json.loads(line) for line in (out / "journal" / f"rank-{rank:05d}.jsonl").read_text().splitlines()]
+        assert events[0]["event"] == "run.started"
+        assert (events[0]["rank"], events[0]["world_size"]) == (rank, 2)
+        told.append([(e["event"], e["step"]) for e in events if e["event"].startswith(("incident.opened", "action."))])
+    assert told[0] == told[1] == [("incident.opened", 5), ("action.skip_step", 5)]
+    assert json.loads((out / "summary.json").read_text())["status"] == "finished"
+    assert "rank 1" in (out / "report.html").read_text()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from importlib.util import find_spec
@@ -16,6 +19,7 @@ from lightning_sentinel import __version__
 from lightning_sentinel.checkpoint.store import CheckpointStore
 from lightning_sentinel.cli import COMMANDS, build_parser, main
 from lightning_sentinel.cli.config import config_options
+from lightning_sentinel.cli.dashboard import BARS
 from lightning_sentinel.cli.watch import event_line, step_line
 
 
@@ -146,6 +150,65 @@ def test_watch_follows_a_run_that_is_still_being_written(tmp_path: Path, capsys:
     assert [line.split()[3] for line in out.splitlines()[:-1]] == ["run.started", "run.ended"]
 
 
+def test_the_picture_of_a_run_on_a_terminal(parade_dir: Path) -> None:
+    rich_console = pytest.importorskip("rich.console", reason="pip install rich")
+    from lightning_sentinel.cli.dashboard import Dashboard
+    from lightning_sentinel.journal import Follower
+
+    console = rich_console.Console(file=io.StringIO(), force_terminal=True, width=120, record=True)
+    picture = Dashboard(parade_dir, console)
+    picture.refresh()
+    assert "waiting for the first step" in console.export_text()
+    for event in Follower(parade_dir).poll():
+        picture.show(event)
+    assert picture.ended == "finished"
+    picture.close()
+    lines = [" ".join(line.strip("│ ").split()) for line in console.export_text().splitlines()]
+    assert "state finished" in lines
+    assert "open incidents none" in lines
+    assert "known-good step 180" in lines
+    assert any(line.startswith("now step 399 410k tokens loss ") for line in lines)
+    assert "3 191 spike optimizer:lr rollback replay recovered" in lines
+    assert any(line.startswith("loss ") and set(line[5:]) <= set(BARS) and len(line) == 53 for line in lines)
+
+
+def test_the_command_line_picks_the_picture_on_a_terminal_only(parade_dir: Path) -> None:
+    """In a pseudo terminal of its own, as a person would see it."""
+    code = "import pty, sys; sys.exit(pty.spawn([sys.executable, '-m', 'lightning_sentinel.cli', *sys.argv[1:]]) >> 8)"
+    for options, expected in (([], "open incidents"), (["--plain"], "incident.opened")):
+        command = [sys.executable, "-c", code, "watch", str(parade_dir), *options]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+        assert done.returncode == 0
+        assert expected in done.stdout
+
+
+def test_a_wrong_command_line_is_one_line_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, said in {
+        ("scann", "x"): "there is no 'scann' here. Did you mean scan? See `lightning-sentinel --help`.",
+        ("verify",): "the following arguments are required: RUN|CHECKPOINT. See `lightning-sentinel verify --help`.",
+        ("quarantine", "ad"): "there is no 'ad' here. Did you mean add? See `lightning-sentinel quarantine --help`.",
+    }.items():
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        assert stop.value.code == 2
+        assert capsys.readouterr().err == f"lightning-sentinel: {said}\n"
+
+
+def test_verify_shows_how_far_the_hashing_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    for step in (10, 20):
+        save(store, step)
+    monkeypatch.setattr("lightning_sentinel.progress.QUIET_SECONDS", 0.0)
+    monkeypatch.setattr("lightning_sentinel.progress.LINE_SECONDS", 0.0)
+    assert main(["verify", str(tmp_path)]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.rpartition(", ")[2] for line in lines[:4]] == ["step-00000010"] * 2 + ["step-00000020"] * 2
+    assert lines[3].startswith("hashing: 0.0 of 0.0 MiB (100 %), step-00000020")
+    assert lines[4].startswith("hashing: done after ")
+
+
 def test_lines_are_short_and_say_what_matters() -> None:
     step = {
         "event": "step", "step": 1200, "tokens": 983_040, "attempt": 2, "loss": 2.594, "loss_min": 2.0, "loss_max": 40.0,
@@ -234,9 +297,6 @@ def test_config_lists_every_option_with_its_meaning(capsys: pytest.CaptureFixtur
 
 
 def test_a_closed_pipe_is_no_error() -> None:
-    import subprocess
-    import sys
-
     program = shutil.which("head")
     assert program is not None
     command = f"{sys.executable} -m lightning_sentinel.cli config | {program} -1"
