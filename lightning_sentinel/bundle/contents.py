@@ -37,7 +37,7 @@ class Survey:
     """What one rank would have to write, and what its replica looks like; exchanged before anything is decided.
 
     Attributes:
-        weights: Bytes of the parameters.
+        weights: Bytes of the parameters, of this rank's part where they are sharded.
         batch: Bytes of the micro-batches.
         sharded: True where the parameters are parts of larger tensors.
         window: True where the step's micro-batches were captured.
@@ -144,6 +144,8 @@ def plan(everyone: list[Survey], *, state: bool, batch: bool, room: int) -> Plan
     }
     shares = {rank: len(names) / max(1, len(first.prints)) for rank, names in differing.items()}
     weights = first.weights + sum(int(first.weights * share) for share in shares.values())
+    if any(s.sharded for s in everyone):
+        weights = sum(s.weights for s in everyone)
     batches = sum(s.batch for s in everyone)
     frees = [s.free for s in everyone if s.free is not None]
     free = min(frees, default=room)
@@ -164,8 +166,6 @@ def plan(everyone: list[Survey], *, state: bool, batch: bool, room: int) -> Plan
     no_batch = refused(batches, batch, "capture_batch")
     taken = 0 if no_batch else batches
     no_state = refused(weights + taken, state, "capture_state")
-    if not no_state and any(s.sharded for s in everyone):
-        no_state = "the parameters are sharded over the ranks; a checkpoint holds them"
     total = taken + (0 if no_state else weights)
     return Plan(not no_state, not no_batch, differing, no_state, no_batch, total)
 
@@ -184,10 +184,15 @@ def collect(
     window = window_of(trainer, record)
     copies = HostCopies(pin=False)
     weights: dict[str, Tensor] | None = None
+    layout: dict[
+        str, tuple[list[int], list[int]]
+    ] = {}  # of sharded parameters: whole shape, offset of this rank's part
     if planned.state:
-        mine = None if rank == 0 else set(planned.differing.get(rank, ()))
-        weights = {n: copies.tensor(p) for n, p in module.named_parameters() if mine is None or n in mine}
-    own: dict[str, Any] = {"rank": rank, "micro_batches": [], "buffers": {}, "scale": None}
+        mine = set(planned.differing.get(rank, ()))
+        named = dict(module.named_parameters())
+        layout = {n: place for n, p in named.items() if (place := private.shard_place(p)) is not None}
+        weights = {n: copies.tensor(p) for n, p in named.items() if rank == 0 or n in mine or layout}
+    own: dict[str, Any] = {"rank": rank, "micro_batches": [], "buffers": {}, "scale": None, "layout": layout}
     if window is not None:
         own["buffers"] = {n: copies.tensor(b) for n, b in window.buffers.items()}
         own["scale"] = None if window.scale is None else window.scale.detach().cpu().clone()

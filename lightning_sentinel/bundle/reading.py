@@ -31,6 +31,7 @@ class Bundle:
         path: Its folder.
         manifest: Step, attempt, tokens, world size, missing ranks and files.
         incident: The incident as it was when the bundle was last brought up to date.
+        probe: What ``DeepProbe`` measured last on rank 0 when the bundle was brought up to date, or None.
         run: Record, history, configuration, numerics and versions; see ``docs/replay.md``.
     """
 
@@ -38,6 +39,7 @@ class Bundle:
     manifest: dict[str, Any]
     incident: Incident
     run: dict[str, Any]
+    probe: dict[str, Any] | None = None
 
     @classmethod
     def open(cls, run_dir: str | Path, incident: int) -> Bundle:
@@ -63,7 +65,8 @@ class Bundle:
         for name in manifest["files"]:
             _check(path, name, manifest)
         story = _story(path, raw)
-        return cls(path, manifest, Incident.from_dict(story), json.loads(_checked(path, RUN, manifest)))
+        run = json.loads(_checked(path, RUN, manifest))
+        return cls(path, manifest, Incident.from_dict(story["incident"]), run, story.get("probe"))
 
     @property
     def step(self) -> int:
@@ -90,8 +93,26 @@ class Bundle:
     def weights(self, rank: int = 0) -> dict[str, Tensor]:
         """Parameters of one rank at the gate of the step, by name."""
         shared: dict[str, Tensor] = self._torch(WEIGHTS)
-        own = self.rank(rank).get("own_weights") if rank else None
-        return shared | (own or {})
+        own = (self.rank(rank).get("own_weights") if rank else None) or {}
+        return shared | own | (self._whole(shared) if self.rank(0)["layout"] else {})
+
+    def _whole(self, first: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Sharded parameters, put together from every rank's part."""
+        if self.ranks != list(range(self.world_size)):
+            raise BundleError(
+                f"{self.path} lacks the parts of the ranks {self.manifest['missing_ranks']}, and the parameters are sharded"
+                " over all of them."
+            )
+        whole: dict[str, Tensor] = {}
+        for rank in self.ranks:
+            part = self.rank(rank)
+            mine = first if rank == 0 else part["own_weights"]
+            for name, (shape, offset) in part["layout"].items():
+                if name not in whole:
+                    whole[name] = torch.empty(shape, dtype=mine[name].dtype)
+                place = tuple(slice(o, o + n) for o, n in zip(offset, mine[name].shape, strict=True))
+                whole[name][place] = mine[name]
+        return whole
 
     def _torch(self, name: str) -> Any:
         if name not in self.manifest["files"]:
@@ -115,8 +136,7 @@ def _story(path: Path, manifest: bytes) -> dict[str, Any]:
         raise BundleError(f"{path / INCIDENT} {error}; the bundle is damaged and is not used.") from None
     if story["manifest_sha256"] != hashlib.sha256(manifest).hexdigest():
         raise BundleError(f"{path / INCIDENT} belongs to another bundle (it names another {MANIFEST}).")
-    found: dict[str, Any] = story["incident"]
-    return found
+    return story
 
 
 def _bytes(path: Path, name: str) -> bytes:

@@ -118,8 +118,8 @@ class BundleWriter:
         if context.run_dir is None or incident.number not in self._known or not trainer.is_global_zero:
             return
         path = bundle_dir(context.run_dir, incident.number)
-        now = plain(incident.to_dict())
-        self._put(lambda: self._rewrite(path, now))
+        now, probe = plain(incident.to_dict()), plain(context.scratch.get("deep_probe"))
+        self._put(lambda: self._rewrite(path, now, probe))
 
     def close(self) -> None:
         """Wait for what is being written, at most :data:`END_SECONDS`; called at the end of the fit, also after an error."""
@@ -249,10 +249,10 @@ class BundleWriter:
             entries[RUN] = write_file(self.disk, folder / RUN, lambda w: _all(w, data), mode=MODE)
         return entries
 
-    def _rewrite(self, path: Path, incident: Mapping[str, Any]) -> None:
+    def _rewrite(self, path: Path, incident: Mapping[str, Any], probe: Any) -> None:
         try:
-            manifest = (path / MANIFEST).read_bytes()
-            replace_file(self.disk, path / INCIDENT, _story(incident, hashlib.sha256(manifest).hexdigest()), mode=MODE)
+            seal_of = hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
+            replace_file(self.disk, path / INCIDENT, _story(incident, seal_of, probe), mode=MODE)
         except OSError as error:  # not published, or the disk is full: the journal has it all the same
             log.info("the bundle %s was not brought up to date: %s", path, words(error))
 
@@ -281,8 +281,8 @@ def _note(rank: int) -> str:
     return f"part-{rank:05d}.json"
 
 
-def _story(incident: Mapping[str, Any], manifest_sha256: str) -> bytes:
-    return seal({"incident": dict(incident), "manifest_sha256": manifest_sha256})
+def _story(incident: Mapping[str, Any], manifest_sha256: str, probe: Any = None) -> bytes:
+    return seal({"incident": dict(incident), "probe": probe, "manifest_sha256": manifest_sha256})
 
 
 def _all(writer: HashingWriter, data: bytes) -> None:

@@ -71,6 +71,7 @@ NAMES: tuple[tuple[str, str, str], ...] = (
     ("torch._C", "_current_autograd_node", "torch 2.13"),
     ("torch.autograd", "_get_sequence_nr", "torch 2.13"),
     ("torch.amp.grad_scaler", "GradScaler._get_scale_async", "torch 2.13"),
+    ("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset", "torch 2.13"),
     ("torch.amp.grad_scaler", "OptState.READY", "torch 2.13"),
 )
 
@@ -605,6 +606,20 @@ def intercept_batch_start(trainer: Trainer, hook: Callable[[Any, int], None]) ->
 def in_backward() -> bool:
     """True while autograd runs a backward on this thread (also under the recomputation of a checkpoint)."""
     return torch._C._current_graph_task_id() != -1
+
+
+def shard_place(tensor: torch.Tensor) -> tuple[list[int], list[int]] | None:
+    """Shape of the whole tensor and offset of this rank's part in it; None for a tensor that is no ``DTensor``.
+
+    ``torch.distributed.tensor._utils.compute_local_shape_and_global_offset``.
+    """
+    if not hasattr(tensor, "_local_tensor"):
+        return None
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sharded: Any = tensor
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, sharded.device_mesh, sharded.placements)
+    return list(tensor.shape), list(offset)
 
 
 def next_node_number() -> int:

@@ -1,6 +1,6 @@
 """Two processes: rank 1's replica drifts in step 0, its data hold a NaN in step 1; a detector speaks at step 3.
 
-Usage: ``python bundle_two_ranks.py FOLDER``
+Usage: ``python bundle_two_ranks.py FOLDER``, for ``FOLDER/ddp`` and, without the drift, ``FOLDER/fsdp2``
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
-from bundle_world import fit, suite
-from lightning.pytorch.strategies import DDPStrategy
+from bundle_world import Net, fit, suite
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 
 class Drift(L.Callback):
@@ -24,12 +24,27 @@ class Drift(L.Callback):
                 pl_module.last.weight.mul_(1.5)
 
 
+class Sharded(Net):
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in (self.first, self.norm, self.last):
+            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
     fit(
-        [Drift(), *suite(Path(sys.argv[1]), 3)],
+        [Drift(), *suite(folder / "ddp", 3)],
         devices=2,
         strategy=DDPStrategy(process_group_backend="gloo"),
+    )
+    fit(
+        suite(folder / "fsdp2", 3),
+        Sharded(),
+        devices=2,
+        strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo"),
     )

@@ -18,6 +18,9 @@ from hydra.core.global_hydra import GlobalHydra
 from lightning_sentinel.bundle.reading import Bundle
 from lightning_sentinel.cli import main
 from lightning_sentinel.journal import read_journal
+from lightning_sentinel.report.data import load_run
+from lightning_sentinel.report.html import cards
+from lightning_sentinel.report.summary import summarise
 
 TINY = ["model=tiny", "data=text_tiny", "logger=none", "trainer.enable_progress_bar=false"]
 QUICK = ["callbacks.run_journal.report=false", "callbacks.incident_response.max_forwards=4"]
@@ -60,6 +63,8 @@ def test_the_bundle_is_whole_private_and_announced(nan_run: Path) -> None:
     assert (event["incident"], event["step"], event["path"]) == (1, 6, "incidents/0001")
     assert event["command"] == f"lightning-sentinel replay {nan_run} --incident 1"
     assert (event["state"], event["batch"], event["why_no_batch"]) == (True, False, "capture_batch is off")
+    (card,) = cards(run := load_run(nan_run), summarise(run))
+    assert card["replay"] == event["command"]
     folder = nan_run / "incidents" / "0001"
     assert sorted(p.name for p in folder.iterdir()) == [
         "incident.json",

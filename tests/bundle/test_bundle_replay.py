@@ -308,34 +308,54 @@ def test_capturing_does_not_change_the_run(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------- two ranks
 
 
-@pytest.mark.distributed
-def test_a_bundle_of_two_ranks_replays_on_one_process(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("bundle_two_ranks.py")
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run folders of two processes: ``ddp``, in which rank 1's replica drifts, and ``fsdp2``."""
+    folder, script = tmp_path_factory.mktemp("ranks"), Path(__file__).with_name("bundle_two_ranks.py")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parent)}
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=300, env=environment
-    )
+    command = [sys.executable, str(script), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    broken, told = Bundle.open(tmp_path, 1), Bundle.open(tmp_path, 2)
+    return folder
+
+
+@pytest.mark.distributed
+def test_shards_of_two_ranks_are_put_together(two_ranks: Path) -> None:
+    run_dir = two_ranks / "fsdp2"
+    bundle = Bundle.open(run_dir, 2)
+    assert {n: list(w.shape) for n, w in bundle.weights(1).items()} == {
+        n: list(p.shape) for n, p in Net().named_parameters()
+    }
+    assert bundle.rank(1)["layout"]["first.weight"] == ([16, 6], [8, 0])
+    report = lightning_sentinel.replay_incident(run_dir, 2, Net(), Data())
+    assert [(r.rank, r.equal, r.outcome) for r in report.ranks] == [(0, True, "reproduced"), (1, True, "reproduced")]
+    assert report.reduction is not None
+    assert report.reduction["equal"]
+
+
+@pytest.mark.distributed
+def test_a_bundle_of_two_ranks_replays_on_one_process(two_ranks: Path) -> None:
+    run_dir = two_ranks / "ddp"
+    broken, told = Bundle.open(run_dir, 1), Bundle.open(run_dir, 2)
     assert (broken.ranks, broken.step, told.ranks, told.step) == ([0, 1], 1, [0, 1], 3)
     # Rank 1 drifted in the middle of step 0: from then on its replica is another one, and only what differs is its own.
     assert "last.weight" in told.run["state"]["differing_ranks"]["1"]
     assert told.weights(0)["last.weight"].tolist() != told.weights(1)["last.weight"].tolist()
-    report = lightning_sentinel.replay_incident(tmp_path, 1, Net(), Data())
+    report = lightning_sentinel.replay_incident(run_dir, 1, Net(), Data())
     first, second = report.ranks
     assert (report.reproduced, first.equal, second.equal) == (True, True, True)
     assert (first.computed[0].finite, second.computed[0].finite) == (True, False)
     assert second.computed[0].first is not None
     assert second.computed[0].first["samples"] == [f"s{BROKEN}"]
     assert report.reduction is None  # one of the two gradients is not finite
-    report = lightning_sentinel.replay_incident(tmp_path, 2, Net(), Data())
+    report = lightning_sentinel.replay_incident(run_dir, 2, Net(), Data())
     assert [r.outcome for r in report.ranks] == ["reproduced", "reproduced"]
     assert {i for r in report.ranks for b in r.samples for i in b} == {f"s{i}" for i in range(16)}
     assert report.reduction is not None
     assert report.reduction["equal"]
     assert math.isclose(report.reduction["recorded"], report.reduction["recomputed"], rel_tol=1e-5)
-    alone = lightning_sentinel.replay_incident(tmp_path, 2, Net(), Data(), ranks=[1])
+    alone = lightning_sentinel.replay_incident(run_dir, 2, Net(), Data(), ranks=[1])
     assert [r.rank for r in alone.ranks] == [1]
     with pytest.raises(BundleError, match=r"holds the ranks \[0, 1\], not \[2\]"):
-        lightning_sentinel.replay_incident(tmp_path, 2, Net(), Data(), ranks=[2])
-    assert json.loads((tmp_path / "incidents" / "0002" / "run.json").read_text())["trainer"]["world_size"] == 2
+        lightning_sentinel.replay_incident(run_dir, 2, Net(), Data(), ranks=[2])
+    assert json.loads((run_dir / "incidents" / "0002" / "run.json").read_text())["trainer"]["world_size"] == 2
