@@ -36,17 +36,25 @@ def run_ranks(folder: Path, *arguments: str) -> int:
 def test_two_ranks_resume_together(tmp_path: Path) -> None:
     """Dropout and shuffle differ by rank, so every rank's random state and data position must come back."""
     assert run_ranks(tmp_path / "clean") == 0
-    assert run_ranks(tmp_path / "run", "--stop=8") != 0
+    assert run_ranks(tmp_path / "run", "--stop=11") != 0
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     saved = {c.step: c for c in store.checkpoints()}
-    assert set(saved) == {3, 6}
-    assert saved[6].manifest.world_size == 2
+    assert set(saved) == {3, 6, 9}
+    assert saved[9].manifest.world_size == 2
     expected = ["lightning.ckpt", "model.pt", "optimizer.pt", "rank-00000.pt", "rank-00001.pt", "run.json"]
-    assert sorted(saved[6].manifest.files) == expected
-    # the newest one has lost the part of rank 1: refused as a whole, by both ranks
-    (saved[6].path / "rank-00001.pt").unlink()
+    assert sorted(saved[9].manifest.files) == expected
+    # the newest one has lost the part of rank 1, in the one before it is damaged: refused as a whole, by both ranks
+    (saved[9].path / "rank-00001.pt").unlink()
+    part = saved[6].path / "rank-00001.pt"
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
     assert run_ranks(tmp_path / "run", "--seed=9") == 0
-    assert [e["reason"] for e in events(tmp_path / "run", "checkpoint.refused")] == ["rank-00001.pt is missing"]
+    refused = [(Path(e["path"]).name, e["reason"]) for e in events(tmp_path / "run", "checkpoint.refused")]
+    assert refused == [
+        ("step-00000009", "rank-00001.pt is missing"),
+        ("step-00000006", "rank-00001.pt fails SHA-256"),
+    ]
     for rank in range(2):
         clean = json.loads((tmp_path / "clean" / f"steps-{rank}.json").read_text())
         again = json.loads((tmp_path / "run" / f"steps-{rank}.json").read_text())
