@@ -463,3 +463,38 @@ def test_both_ranks_write_into_the_folder_of_rank_0(tmp_path: Path) -> None:
         assert [e["event"] for e in read] == ["run.started", "run.ended"]
         assert read[0]["world_size"] == 2
     assert json.loads((tmp_path / "run-0" / "summary.json").read_text())["status"] == "finished"
+
+
+def test_a_report_that_took_long_is_followed_by_a_long_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made in children that take "half a minute": the second one waits for twenty times that, not for the interval."""
+    now = [1000.0]
+    started: list[float] = []
+
+    class Child:
+        returncode, stderr = 0, None
+
+        def __init__(self) -> None:
+            started.append(now[0])
+            self.done_at = now[0] + 30
+
+        def poll(self) -> int | None:
+            return 0 if now[0] >= self.done_at else None
+
+        def wait(self, timeout: float | None = None) -> int:
+            self.done_at = now[0]
+            return 0
+
+    class Passing(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            now[0] += 50
+            incident = Incident(trainer.global_step, trainer.global_step, trainer.global_step, attempt=0, tokens=0)
+            context_of(trainer).write(trainer, "incident.opened", incident=incident.to_dict())
+            incident.status = IncidentStatus.RECOVERED
+            context_of(trainer).write(trainer, "incident.closed", incident=incident.to_dict())
+
+    monkeypatch.setattr("lightning_sentinel.callbacks.run_journal._start_reporter", lambda run_dir: Child())
+    monkeypatch.setattr("lightning_sentinel.callbacks.run_journal.time.monotonic", lambda: now[0])
+    callback = RunJournal(tmp_path / "run", report_every_seconds=60)
+    trainer(tmp_path, callback, Passing(), max_steps=30).fit(Model())
+    # Seen as done a step later, 50 s after it began: the next one comes 20 times 50 s later.
+    assert started == [1100.0, 2100.0]
