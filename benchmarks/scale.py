@@ -1,0 +1,257 @@
+"""The decision of one step at 64, 1,024 and 16,384 ranks: time, memory, journal bytes, and who is named.
+
+    python benchmarks/scale.py [--json FILE] [--png FILE] [--quick] [--telemetry FILE]
+
+The telemetry of a real run with four processes (the example's ``tiny`` model over gloo; ``--telemetry`` takes a recorded
+one) is replicated: each made rank repeats one of the four, with noise of the size that the four have among themselves.
+What is timed is what every rank does after the gather: every detector of the default suite, the record's place in the
+history, the step's line in the journal. What cannot be measured without so many processes is the gather itself; its
+bytes are stated.
+
+``--json`` holds, by number of ranks, ``ms_per_step`` (processor time), ``journal_bytes_per_step``, ``resident_mb`` (growth
+over 500 steps), ``gather_bytes``; and ``missed`` and ``false_names`` over the trials below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import numpy.typing as npt
+
+from lightning_sentinel import DivergenceDetector, LossScaleMonitor, RankOutlierDetector, RankTelemetry, SpikeDetector
+from lightning_sentinel.context import context_of
+from lightning_sentinel.detectors import NonFinite, RankOutlier
+from lightning_sentinel.incidents import FindingKind
+from lightning_sentinel.journal import Journal
+from lightning_sentinel.record import SIGNAL_INDEX, SIGNALS, StepRecord
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZES = (4, 64, 1024, 16384)
+Array = npt.NDArray[np.float64]
+LOSS, GRAD, TIME, WAIT = (SIGNAL_INDEX[s] for s in ("loss_nats", "grad_norm", "step_seconds", "data_seconds"))
+
+
+class Recorder(L.Callback):
+    """Keeps the matrix of each step; rank 0 writes them at the end."""
+
+    def __init__(self, file: str) -> None:
+        self.file, self.rows = file, list[Array]()
+
+    def observe(self, record: StepRecord) -> list[Any]:
+        self.rows.append(record.values[:, : len(SIGNALS)].copy())
+        return []
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.is_global_zero:
+            np.save(self.file, np.stack(self.rows))
+
+
+def record_four_ranks(file: Path, steps: int = 120) -> None:
+    """A real run of four processes, whose telemetry goes to ``file``."""
+    command = [
+        sys.executable, str(ROOT / "examples" / "pretrain.py"), "trainer=ddp", "trainer.devices=4", "model=tiny",
+        f"trainer.max_steps={steps}", "logger=none", "policy=observe", "optimizer.learning_rate=8e-3",
+        "trainer.enable_progress_bar=false", f"hydra.run.dir={file.parent / 'run'}",
+        "+callbacks.recorder._target_=scale.Recorder", f"+callbacks.recorder.file={file}",
+    ]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "benchmarks")}
+    print("training with four processes to record their telemetry ...", flush=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode or not file.exists():
+        raise RuntimeError(
+            f"The run with four processes ended with exit code {done.returncode}:\n{done.stderr[-2000:]}"
+        )
+
+
+class Replica:
+    """Steps of a job of any size, made from the recorded ones.
+
+    The recorded steps are walked through forwards and backwards, so that there is no jump at an end; each rank's distance
+    from the mean of its step is drawn anew, normal, of the recorded size.
+    """
+
+    def __init__(self, recorded: Array, ranks: int, seed: int) -> None:
+        self.recorded, self.ranks = recorded[len(recorded) // 3 :], ranks  # past the steep beginning
+        self.draw = np.random.default_rng([7, ranks, seed])
+        losses = self.recorded[:, :, LOSS]
+        self.sigma = float(np.sqrt(((losses - losses.mean(axis=1, keepdims=True)) ** 2).sum() / (losses.size * 3 / 4)))
+        self.offsets = 0.5 * self.sigma * self.draw.standard_normal(ranks)
+        self.source = np.arange(ranks) % self.recorded.shape[1]
+
+    def step(self, step: int, bad: tuple[int, float] | None = None) -> StepRecord:
+        """One step; ``bad`` is a rank and how many sigma its loss is too high."""
+        turn = 2 * len(self.recorded) - 2
+        at = step % turn
+        at = at if at < len(self.recorded) else turn - at
+        values = self.recorded[at][self.source]
+        values[:, LOSS] = (
+            self.recorded[at][:, LOSS].mean() + self.offsets + self.sigma * self.draw.standard_normal(self.ranks)
+        )
+        values[:, TIME] *= 1 + 0.02 * self.draw.standard_normal(self.ranks)
+        if bad is not None:
+            values[bad[0], LOSS] += bad[1] * self.sigma
+        return StepRecord(step=step, values=values, tokens=1024 * self.ranks * (step + 1), learning_rates=(1e-3,))
+
+
+def cost(recorded: Array, ranks: int, steps: int) -> dict[str, float]:
+    """What one step costs each rank after the gather."""
+    replica = Replica(recorded, ranks, 0)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = L.Trainer(logger=False, barebones=True, accelerator="cpu", devices=1)
+        context = context_of(trainer)
+        context.journal = Journal(Path(folder), 0)
+        telemetry = RankTelemetry()
+        callbacks = [SpikeDetector(), DivergenceDetector(), RankOutlierDetector(), LossScaleMonitor()]
+        nonfinite = NonFinite()
+        records = [replica.step(i) for i in range(100)]
+        warm, before, bytes_before, spent = 50, 0, 0, 0.0
+        for i in range(steps + warm):
+            given = records[i % len(records)]
+            record = StepRecord(step=i, values=given.values.copy(), tokens=given.tokens, learning_rates=(1e-3,))
+            if i == warm:
+                context.journal.flush()
+                before, bytes_before = resident(), journal_bytes(Path(folder))
+            start = time.process_time()
+            nonfinite.observe(record)
+            for callback in callbacks:
+                callback.observe(record)
+            context.remember(record)
+            fields = telemetry.step_fields(record, rank=0, world_size=ranks)
+            context.journal.write("step", step=i, attempt=0, tokens=record.tokens, **fields, batch_idx=i)
+            if i >= warm:
+                spent += time.process_time() - start
+        context.journal.flush()
+        written = journal_bytes(Path(folder)) - bytes_before
+        grown = resident() - before
+        context.journal.close()
+    return {
+        "ms_per_step": 1e3 * spent / steps,
+        "journal_bytes_per_step": written / steps,
+        "resident_mb": grown / 2**20,
+        "gather_bytes": 8.0 * len(SIGNALS) * ranks,
+    }
+
+
+def journal_bytes(folder: Path) -> int:
+    return sum(f.stat().st_size for f in folder.rglob("*.jsonl"))
+
+
+def resident() -> int:
+    return int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0]) * 1024
+
+
+def named(recorded: Array, ranks: int, trials: int, sigma: float, seed: int) -> tuple[int, int]:
+    """Trials in which the bad rank was not named within three steps, and those in which another one was."""
+    missed = wrong = 0
+    replica = Replica(recorded, ranks, seed)
+    detector = RankOutlier()
+    step = 0
+    for _ in range(60):
+        detector.observe(replica.step(step))
+        step += 1
+    calm = json.dumps(detector.state_dict())
+    for _ in range(trials):
+        detector.load_state_dict(json.loads(calm))
+        victim = int(replica.draw.integers(ranks))
+        names: set[int] = set()
+        for i in range(3):
+            findings = detector.observe(replica.step(step + i, (victim, sigma)))
+            names |= {r for f in findings if f.kind == FindingKind.RANK_OUTLIER for r in f.ranks}
+        missed += victim not in names
+        wrong += bool(names - {victim})
+    return missed, wrong
+
+
+def false_names(recorded: Array, ranks: int, steps: int) -> int:
+    """Ranks named in steps in which nothing is wrong."""
+    replica, detector = Replica(recorded, ranks, 3), RankOutlier()
+    total = 0
+    for step in range(steps):
+        found = detector.observe(replica.step(step))
+        total += sum(len(f.ranks) for f in found if f.kind == FindingKind.RANK_OUTLIER)
+    return total
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--png", type=Path)
+    parser.add_argument(
+        "--telemetry", type=Path, help="recorded matrices, [steps, 4, signals] as .npy; made if missing"
+    )
+    parser.add_argument("--quick", action="store_true", help="a tenth of the trials and steps")
+    args = parser.parse_args()
+    scale = 10 if args.quick else 1
+    with tempfile.TemporaryDirectory() as folder:
+        file = args.telemetry or Path(folder) / "four-ranks.npy"
+        if not file.exists():
+            record_four_ranks(file.resolve())
+        recorded = np.load(file)
+    print(f"recorded: {recorded.shape[0]} steps of {recorded.shape[1]} ranks")
+    result: dict[str, Any] = {"ms_per_step": {}, "journal_bytes_per_step": {}, "resident_mb": {}, "gather_bytes": {}}
+    print(f"{'ranks':>7} {'ms a step':>10} {'journal bytes':>14} {'memory, MB':>11} {'gathered bytes':>15}")
+    for ranks in SIZES:
+        row = cost(recorded, ranks, 500)
+        for key, value in row.items():
+            result[key][str(ranks)] = round(value, 3)
+        print(
+            f"{ranks:7,} {row['ms_per_step']:10.3f} {row['journal_bytes_per_step']:14.0f} {row['resident_mb']:11.1f}"
+            f" {row['gather_bytes']:15,.0f}",
+            flush=True,
+        )
+    result["missed"], result["named_another"] = {}, {}
+    for sigma, ranks, trials in ((10, 64, 1000), (10, 1024, 1000), (10, 16384, 200), (5, 64, 1000), (5, 1024, 1000)):
+        missed, wrong = named(recorded, ranks, trials // scale, sigma, sigma)
+        key = f"{ranks} ranks, +{sigma} sigma"
+        result["missed"][key], result["named_another"][key] = missed / (trials // scale), wrong
+        print(f"{key:26} missed {missed} of {trials // scale}, another one named in {wrong}", flush=True)
+    result["false_names"] = {}
+    for ranks, steps in ((4, 100_000), (64, 100_000), (1024, 20_000)):
+        count = false_names(recorded, ranks, steps // scale)
+        result["false_names"][f"{ranks} ranks, {steps // scale:,} steps"] = count
+        print(f"{ranks:7,} ranks: {count} names in {steps // scale:,} clean steps", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    if args.png:
+        draw(result, args.png)
+    return 0
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
+    for ax, key, title, bound in zip(
+        axes,
+        ("ms_per_step", "journal_bytes_per_step", "gather_bytes"),
+        ("Processor time a step, ms", "Journal, bytes a step", "Gathered, bytes a step"),
+        (20.0, 4096.0, None),
+        strict=True,
+    ):
+        sizes = [int(k) for k in result[key]]
+        ax.plot(sizes, list(result[key].values()), "o-", color="#0072b2")
+        ax.set(xscale="log", yscale="log", title=title, xlabel="ranks")
+        ax.set_xticks(sizes, [f"{n:,}" for n in sizes])
+        ax.minorticks_off()
+        ax.spines[["top", "right"]].set_visible(False)
+        if bound is not None:
+            ax.axhline(bound, color="#d55e00", linestyle="--", label="bound at 16,384")
+            ax.legend(frameon=False)
+    fig.savefig(path, dpi=130)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Four processes; one of them is hurt in seven ways, one after the other: ``python distributed_four_ranks.py FOLDER BAD_RANK``.
+
+Each rank writes ``rank-<r>.json``: its incidents, what it applied, and the bits that it ended with.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from callbacks_two_ranks import VOCABULARY, Bigram, Sequences, digest
+from lightning.pytorch.strategies import DDPStrategy
+from sentinel_kit import Sink
+from torch import Tensor
+
+import lightning_sentinel
+from lightning_sentinel import RunJournal
+from lightning_sentinel.context import context_of
+from lightning_sentinel.faults import BadRank, CursorRewind, NanBackward, NanForward, NoSupervisedTokens
+
+# Far enough apart for each incident to be closed before the next fault, and away from the steps of restore points.
+LOSS_40, FORWARD, BACKWARD, UNSUPERVISED, WEIGHTS, CURSOR, SLOW = 43, 69, 95, 121, 147, 173, 199
+STEPS, SLOW_STEPS = 232, 28
+
+
+class Hurt(Bigram):
+    """Its loss is 40 on one rank in one step, and it is slow there for a while."""
+
+    def __init__(self, bad_rank: int) -> None:
+        super().__init__()
+        self.bad_rank = bad_rank
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.global_rank == self.bad_rank:
+            step = self.trainer.global_step
+            if step == LOSS_40:
+                loss = loss * (40.0 / loss.detach())
+            elif SLOW <= step < SLOW + SLOW_STEPS:
+                time.sleep(0.15)
+        return loss
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    L.seed_everything(0, verbose=False)
+    folder, bad = Path(sys.argv[1]), int(sys.argv[2])
+    faults = [
+        NanForward(FORWARD, "middle", rank=bad),
+        NanBackward(BACKWARD, "middle", rank=bad),
+        NoSupervisedTokens(UNSUPERVISED, rank=bad),
+        BadRank(WEIGHTS, "head.weight", std=2.4, rank=bad),
+        CursorRewind(CURSOR, rank=bad),
+    ]
+    suite = lightning_sentinel.default_callbacks(policy="recover", vocabulary_size=VOCABULARY)
+    suite = [callback for callback in suite if not isinstance(callback, RunJournal)]  # the sink stands in its place
+    trainer = L.Trainer(
+        max_steps=STEPS,
+        accelerator="cpu",
+        devices=4,
+        strategy=DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=60)),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        callbacks=[lightning_sentinel.FaultInjector(faults), *suite],
+    )
+    context, sink = context_of(trainer), Sink()
+    context.journal = sink
+    trainer.fit(Hurt(bad), Sequences(trainer.global_rank))
+    steps: dict[int, list[bool]] = {}
+    for event in sink.steps():
+        steps.setdefault(event["step"], []).append(event["applied"])
+    result: dict[str, Any] = {
+        "incidents": [incident.to_dict() for incident in context.incidents],
+        "applied": steps,
+        "alarms": [e["finding"] for e in sink.events if "finding" in e],
+        "quarantined": sorted(context.ledger.active) if context.ledger is not None else [],
+        "end": digest(trainer),
+        "step": trainer.global_step,
+    }
+    (folder / f"rank-{trainer.global_rank}.json").write_text(json.dumps(result, default=str))
+
+
+if __name__ == "__main__":
+    main()
