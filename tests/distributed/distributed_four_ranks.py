@@ -1,4 +1,4 @@
-"""Four processes; one of them is hurt in seven ways, one after the other: ``python distributed_four_ranks.py FOLDER BAD_RANK``.
+"""Four processes, one of which is hurt in seven ways: ``python distributed_four_ranks.py FOLDER BAD_RANK``.
 
 Each rank writes ``rank-<r>.json``: its incidents, what it applied, and the bits that it ended with.
 """
