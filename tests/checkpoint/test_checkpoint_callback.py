@@ -476,11 +476,11 @@ def test_an_ordinary_lightning_checkpoint_is_written_and_works(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"every_n_steps": -1}, "every_n_steps is -1, expected at least 0"),
-        ({"keep": 0}, "keep is 0, expected at least 1"),
-        ({"keep_every_tokens": 0}, "keep_every_tokens is 0, expected at least 1"),
-        ({"probation_steps": -2}, "probation_steps is -2, expected at least 0"),
-        ({"compare_steps": -1}, "compare_steps is -1, expected at least 0"),
+        ({"every_n_steps": -1}, "every_n_steps must be at least 0, found -1"),
+        ({"keep": 0}, "keep must be at least 1, found 0"),
+        ({"keep_every_tokens": 0}, "keep_every_tokens must be at least 1 or None, found 0"),
+        ({"probation_steps": -2}, "probation_steps must be at least 0, found -2"),
+        ({"compare_steps": -1}, "compare_steps must be at least 0, found -1"),
     ],
 )
 def test_wrong_arguments_are_named(options: dict[str, int], message: str) -> None:
