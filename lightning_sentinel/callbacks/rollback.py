@@ -350,10 +350,13 @@ class Rollback(SentinelCallback):
             if self._on_all_ranks(trainer, usable):
                 assert light is not None
                 return light, None
+        # what this process has had in memory may be as wrong as what it has now
+        distrusted = action is Action.ROLLBACK_REPLAY and self._began_with_restart(trainer, before_step)
+        return self._choose_full(trainer, before_step, memory=not distrusted)
+
+    def _choose_full(self, trainer: Trainer, before_step: int, *, memory: bool = True) -> tuple[Snapshot, str | None]:
         snapshots = self.context(trainer).snapshots
-        old_enough = [s for s in snapshots if s.position <= before_step]
-        if action is Action.ROLLBACK_REPLAY and self._began_with_restart(trainer, before_step):
-            old_enough = []  # what this process has seen is as wrong as what it has now
+        old_enough = [s for s in snapshots if memory and s.position <= before_step]
         newest = old_enough[-1] if old_enough else None
         if newest is not None and not self._much_newer(self._saved_step(trainer, before_step), newest):
             return newest, None
@@ -391,7 +394,7 @@ class Rollback(SentinelCallback):
         untouched = request.untouched or (snapshot.light and self._weights_untouched(trainer, snapshot))
         if snapshot.light and not self._on_all_ranks(trainer, untouched):
             # the step was not kept out of the weights after all
-            snapshot, request.checkpoint = self._choose(trainer, request.before_step, Action.ROLLBACK_REPLAY)
+            snapshot, request.checkpoint = self._choose_full(trainer, request.before_step)
         replayed = self._replayed(trainer, snapshot.step)
         context.attempt += 1
         self.executed += 1

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_sentinel import ForensicCheckpoint, IncidentResponse, RankTelemetry, Rollback, RunJournal
 from lightning_sentinel.checkpoint import CheckpointStore
 from lightning_sentinel.context import context_of
-from lightning_sentinel.incidents import Finding, FindingKind, Severity
+from lightning_sentinel.incidents import Action, Finding, FindingKind, Severity
 from lightning_sentinel.record import StepRecord
 from lightning_sentinel.state import lightning_private as private
 
@@ -209,6 +209,27 @@ def test_a_rollback_right_after_a_resume(step: int, checkpoint: str | None, tmp_
     assert events(tmp_path, "run.resumed")[0]["checkpoint_step"] == 20
     (back,) = events(tmp_path, "action.rollback")
     assert (back["to_step"], back.get("checkpoint")) == (20, checkpoint)
+    assert_same_run(outcome, reference)
+
+
+def test_a_retry_of_the_first_step_after_a_resume_whose_update_got_through(tmp_path: Path) -> None:
+    """The light snapshot turns out to be of no use at the batch's end; what is chosen then must not end the run."""
+
+    class Careless(L.Callback):
+        """Asks for another try without keeping the update out."""
+
+        def on_before_optimizer_step(self, trainer: L.Trainer, *args: Any) -> None:
+            if trainer.global_step == 20 and not rollback.executed:
+                rollback.request(trainer, before_step=20, action=Action.RETRY_STEP, incident=1, reason="a test")
+
+    reference = run(Cell("resumed"))
+    with pytest.raises(FailedError):
+        run(Cell("resumed"), Fail(23), *suite(tmp_path))
+    callbacks = suite(tmp_path)
+    rollback, callbacks[-1].resume = callbacks[-2], "latest"  # type: ignore[attr-defined]
+    outcome = run(Cell("resumed"), Careless(), *callbacks, seed=5)
+    (back,) = events(tmp_path, "action.rollback")
+    assert (back["to_step"], back["light"]) == (20, False)
     assert_same_run(outcome, reference)
 
 
