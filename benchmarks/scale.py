@@ -15,6 +15,7 @@ over 500 steps), ``gather_bytes``; and ``missed`` and ``false_names`` over the t
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import subprocess
@@ -28,8 +29,9 @@ import lightning.pytorch as L
 import numpy as np
 import numpy.typing as npt
 
-from lightning_sentinel import DivergenceDetector, LossScaleMonitor, RankOutlierDetector, RankTelemetry, SpikeDetector
-from lightning_sentinel.context import context_of
+from lightning_sentinel import DivergenceDetector, LossScaleMonitor, RankOutlierDetector, SpikeDetector
+from lightning_sentinel.callbacks.rank_telemetry import step_fields
+from lightning_sentinel.context import RunContext
 from lightning_sentinel.detectors import NonFinite, RankOutlier
 from lightning_sentinel.incidents import FindingKind
 from lightning_sentinel.journal import Journal
@@ -107,10 +109,8 @@ def cost(recorded: Array, ranks: int, steps: int) -> dict[str, float]:
     """What one step costs each rank after the gather."""
     replica = Replica(recorded, ranks, 0)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = L.Trainer(logger=False, barebones=True, accelerator="cpu", devices=1)
-        context = context_of(trainer)
+        context = RunContext()
         context.journal = Journal(Path(folder), 0)
-        telemetry = RankTelemetry()
         callbacks = [SpikeDetector(), DivergenceDetector(), RankOutlierDetector(), LossScaleMonitor()]
         nonfinite = NonFinite()
         records = [replica.step(i) for i in range(100)]
@@ -126,8 +126,8 @@ def cost(recorded: Array, ranks: int, steps: int) -> dict[str, float]:
             for callback in callbacks:
                 callback.observe(record)
             context.remember(record)
-            fields = telemetry.step_fields(record, rank=0, world_size=ranks)
-            context.journal.write("step", step=i, attempt=0, tokens=record.tokens, **fields, batch_idx=i)
+            fields = step_fields(record, True, i, 0, i, 0)
+            context.journal.write("step", step=i, attempt=0, tokens=record.tokens, **fields)
             if i >= warm:
                 spent += time.process_time() - start
         context.journal.flush()
@@ -159,9 +159,9 @@ def named(recorded: Array, ranks: int, trials: int, sigma: float, seed: int) -> 
     for _ in range(60):
         detector.observe(replica.step(step))
         step += 1
-    calm = json.dumps(detector.state_dict())
+    calm = detector.state_dict()
     for _ in range(trials):
-        detector.load_state_dict(json.loads(calm))
+        detector.load_state_dict(copy.deepcopy(calm))
         victim = int(replica.draw.integers(ranks))
         names: set[int] = set()
         for i in range(3):

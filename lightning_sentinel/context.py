@@ -43,6 +43,11 @@ class LogSink:
         return None
 
 
+# The history holds 256 records, but not more than this many bytes of them (65 MB: 2,700 ranks) while there are enough for
+# a forecast.
+HISTORY_BYTES, HISTORY_LEAST = 1 << 26, 48
+
+
 class RunContext:
     """Shared facts of one fit.
 
@@ -104,6 +109,13 @@ class RunContext:
         self.tokens = state["tokens"]
         self.nominal_steps = state["nominal_steps"]
         self.applied_steps = state["applied_steps"]
+
+    def remember(self, record: StepRecord) -> None:
+        """Take a record into the history; of very many ranks fewer are kept, so that the history stays small."""
+        self.history.append(record)
+        most = max(HISTORY_LEAST, HISTORY_BYTES // max(record.values.nbytes, 1))
+        while len(self.history) > most:
+            self.history.popleft()
 
     def forget_after(self, step: int) -> None:
         """Drop records and rates of ``step`` and later: they belong to an abandoned path."""

@@ -365,7 +365,7 @@ class RankTelemetry(SentinelCallback):
         if not applied:
             context.unapplied.append(record.step)
         if not context.held and quiet:
-            context.history.append(record)
+            context.remember(record)
 
     def _record(self, trainer: Trainer, facts: Facts, values: npt.NDArray[np.float64]) -> StepRecord:
         context = self.context(trainer)
@@ -611,16 +611,26 @@ def step_fields(
     record: StepRecord, applied: bool, applied_steps: int, epoch: int, batch_idx: int, rank: int
 ) -> dict[str, Any]:
     """Fields of a ``step`` event."""
-    losses = record.column("loss_nats").tolist()
-    finite = sorted(x for x in losses if math.isfinite(x)) or [math.nan]
-    mine = losses[rank]
+    column = record.column("loss_nats")
+    mine = float(column[rank])
+    nonfinite = np.flatnonzero(record.column("nonfinite_loss")).tolist() if record.has_nonfinite else []
+    if record.world_size <= ALL_RANKS:  # plain Python is faster for a few numbers
+        finite = sorted(x for x in column.tolist() if math.isfinite(x)) or [math.nan]
+        lowest, middle, highest = finite[0], sorted_median(finite), finite[-1]
+    else:
+        sound = column[np.isfinite(column)] if nonfinite else column
+        lowest, middle, highest = (
+            (float(sound.min()), float(np.median(sound)), float(sound.max())) if sound.size else (math.nan,) * 3
+        )
     fields = {
         "loss": record.mean_loss,
-        "loss_min": finite[0],
-        "loss_median": sorted_median(finite),
-        "loss_max": finite[-1],
+        "loss_min": lowest,
+        "loss_median": middle,
+        "loss_max": highest,
         "worst_rank": record.worst_rank,
-        "nonfinite_ranks": np.flatnonzero(record.column("nonfinite_loss")).tolist() if record.has_nonfinite else [],
+        # Where every rank of thousands is hit, a line is no place for all their names.
+        "nonfinite_ranks": nonfinite[:ALL_RANKS],
+        "nonfinite_rank_count": len(nonfinite),
         "grad_norm": record.grad_norm,
         "update_norm": record.update_norm,
         "lr": list(record.learning_rates),
@@ -636,9 +646,9 @@ def step_fields(
         "sources": record.source_losses,
     }
     if 1 < record.world_size <= ALL_RANKS:
-        fields["rank_losses"] = [round(x, 6) for x in losses]
+        fields["rank_losses"] = [round(x, 6) for x in column.tolist()]
     elif record.world_size > ALL_RANKS:
-        fields["outlier_losses"] = {str(r): round(losses[r], 6) for r in outliers(record.column("loss_nats"))}
+        fields["outlier_losses"] = {str(r): round(float(column[r]), 6) for r in outliers(column)}
     fields["batch_idx"] = batch_idx
     return fields
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -15,8 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sentinel import RankTelemetry
-from lightning_sentinel.callbacks.rank_telemetry import token_probability
-from lightning_sentinel.context import context_of
+from lightning_sentinel.callbacks.rank_telemetry import step_fields, token_probability
+from lightning_sentinel.context import RunContext, context_of
 from lightning_sentinel.record import SIGNAL_INDEX, StepRecord
 
 
@@ -210,3 +211,23 @@ def test_ranks_without_supervised_tokens_do_not_move_the_mean() -> None:
     record = StepRecord.from_losses(0, [math.nan, 2.0, 4.0], supervised_tokens=[0, 10, 30])
     assert record.mean_loss == 3.5
     assert record.values.shape == (3, len(SIGNAL_INDEX))
+
+
+def test_the_history_of_very_many_ranks_stays_small() -> None:
+    few, many = RunContext(), RunContext()
+    for step in range(300):
+        few.remember(StepRecord.from_losses(step, [2.0] * 8))
+        many.remember(StepRecord.from_losses(step, [2.0] * 16_384))
+    assert [r.step for r in few.history] == list(range(300 - 256, 300))
+    assert [r.step for r in many.history] == list(range(300 - 48, 300))  # enough for a forecast
+
+
+def test_a_line_of_very_many_ranks_stays_short() -> None:
+    losses = [2.0 + 0.001 * (r % 7) for r in range(16_384)]
+    fields = step_fields(StepRecord.from_losses(3, losses), True, 3, 0, 3, rank=0)
+    assert (fields["loss_min"], fields["loss_median"], fields["loss_max"]) == (2.0, 2.003, 2.006)
+    assert len(json.dumps(fields)) < 1024
+    fields = step_fields(StepRecord.from_losses(3, [math.nan] * 16_384), False, 3, 0, 3, rank=0)
+    assert fields["nonfinite_rank_count"] == 16_384
+    assert math.isnan(fields["loss_median"])
+    assert len(json.dumps(fields)) < 1024
