@@ -40,6 +40,8 @@ MIXTURE_CHANGE = 0.02
 
 # A report made while training goes on is followed by a pause of so many times what it took.
 REPORT_SHARE = 20.0
+# How long the end of a fit waits for one that is still being made.
+REPORTER_WAIT_SECONDS = 20.0
 
 
 class RunJournal(SentinelCallback):
@@ -375,11 +377,17 @@ class RunJournal(SentinelCallback):
         if self._reporter is None:
             return
         try:
-            self._reporter.wait(timeout=20)
+            self._reporter.wait(timeout=REPORTER_WAIT_SECONDS)
         except subprocess.TimeoutExpired:
-            self._reporter.kill()
-            self._reporter.wait()
-        self._reap_reporter(trainer)
+            self._reporter.kill()  # no failure: what it was making is made anew now
+            self._reporter.communicate()
+            self._reporter = None
+            assert self.run_dir is not None
+            from ..report.build import remove_leftovers
+
+            remove_leftovers(self.run_dir)
+        else:
+            self._reap_reporter(trainer)
 
     # ------------------------------------------------------------------------------------------------ progress bar
 

@@ -56,6 +56,13 @@ def write_reports(
     return result
 
 
+def remove_leftovers(out: Path) -> None:
+    """Take away what a process that was ended while it wrote has left beside the files."""
+    for name in ("loss.png", "report.html", "summary.json"):
+        for path in out.glob(f".{name}.*"):
+            path.unlink(missing_ok=True)
+
+
 def _picture(run: RunData, result: Reports) -> bytes | None:
     if not len(run.steps):
         result.notes.append("No loss.png: the journal holds no step lines (RunJournal step_interval: 1 writes them).")

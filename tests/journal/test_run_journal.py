@@ -411,6 +411,22 @@ def test_a_closed_incident_brings_a_report_while_training_goes_on(tmp_path: Path
     assert [i["status"] for i in callback.summary["incidents"]] == ["recovered"]
 
 
+def test_a_report_that_is_still_being_made_at_the_end_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(run_dir: Path) -> subprocess.Popen[bytes]:
+        (run_dir / ".report.html.abc").write_text("half a page")
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], stderr=subprocess.PIPE)
+
+    monkeypatch.setattr("lightning_sentinel.callbacks.run_journal._start_reporter", start)
+    monkeypatch.setattr("lightning_sentinel.callbacks.run_journal.REPORTER_WAIT_SECONDS", 0.1)
+    callback = RunJournal(tmp_path / "run", report_every_seconds=0)
+    trainer(tmp_path, callback, Incidents(2, 3)).fit(Model())
+    assert callback.summary is not None
+    assert (callback.summary["failures"], callback.summary["next_action"]) == ([], "Nothing.")
+    assert not [p.name for p in (tmp_path / "run").iterdir() if p.name.startswith(".")]
+
+
 # ------------------------------------------------------------------------------------------------------------- two ranks
 
 TWO_RANKS = """
