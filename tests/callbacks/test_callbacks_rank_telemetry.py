@@ -187,7 +187,7 @@ def test_lbfgs_is_refused_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"update_norm_every_n_steps": -1}, "update_norm_every_n_steps is -1, expected 0 \\(never\\) or more"),
+        ({"update_norm_every_n_steps": -1}, r"update_norm_every_n_steps must be at least 0 \(0: never\), found -1"),
         ({"vocabulary_size": 1}, "vocabulary_size must be at least 2 or None, found 1"),
     ],
 )
