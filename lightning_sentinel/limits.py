@@ -169,6 +169,12 @@ LIMITS: Mapping[str, Mapping[str, Limit]] = {
         "ignore_index": Limit("token", whole=True),
         "max_remembered": _count("samples", 2),
     },
+    "DeepProbe": {
+        "every_n_steps": _count("steps", why="0: only at incidents"),
+        "horizon_steps": _count("steps", 1, optional=True),
+        "max_modules": _count("modules", 1),
+        "max_incidents": _count("incidents"),
+    },
     "ForensicCheckpoint": {
         "every_n_steps": _count("steps"),
         "keep": _count("checkpoints", 1),

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..incidents import Finding, FindingKind, Severity
+from ..limits import check_limits
 from ..probes.collect import Stats, rounded
 from ..probes.observer import Observer
 from ..probes.training import NAMED, Groups, moment_report, moments
@@ -97,14 +98,7 @@ class DeepProbe(SentinelCallback):
         max_modules: int = 32,
         max_incidents: int = 16,
     ) -> None:
-        for name, value, least in (
-            ("every_n_steps", every_n_steps, 0),
-            ("horizon_steps", 1 if horizon_steps is None else horizon_steps, 1),
-            ("max_modules", max_modules, 1),
-            ("max_incidents", max_incidents, 0),
-        ):
-            if value < least:
-                raise ValueError(f"DeepProbe: {name} is {value}, expected at least {least}.")
+        check_limits("DeepProbe", locals())
         self.every_n_steps, self.incidents = every_n_steps, incidents
         self.horizon_steps = horizon_steps if horizon_steps is not None else 8 * max(every_n_steps, 1)
         self.max_modules, self.max_incidents = max_modules, max_incidents

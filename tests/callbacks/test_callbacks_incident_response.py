@@ -333,7 +333,7 @@ def test_without_telemetry_it_says_what_to_add() -> None:
     [
         ({"probation_steps": 0}, "probation_steps must be at least 1"),
         ({"lr_factor": 1.5}, "lr_factor must be greater than 0 and less than 1"),
-        ({"recovered_z": -1.0}, "recovered_z is -1.0, expected more than 0"),
+        ({"recovered_z": -1.0}, "recovered_z must be greater than 0"),
         ({"mode": "watch"}, "mode is 'watch', expected one of observe, guard, recover"),
     ],
 )

@@ -351,7 +351,7 @@ def test_options_are_checked() -> None:
         ("max_modules", 0, 1),
         ("max_incidents", -1, 0),
     ):
-        with pytest.raises(ValueError, match=rf"{option} is {value}, expected at least {least}"):
+        with pytest.raises(ValueError, match=rf"{option} must be at least {least}.*found {value}"):
             DeepProbe(**{option: value})  # type: ignore[arg-type]
 
 

@@ -303,8 +303,8 @@ def test_state_that_is_not_finite_is_found_before_the_first_step(caplog: pytest.
     ("options", "message"),
     [
         ({"boundaries": "layers.*"}, r"boundaries is 'layers.\*', expected 'auto' or a list of module path patterns"),
-        ({"every_n": 0}, "every_n is 0, expected 1 or more"),
-        ({"max_traces": -1}, "max_traces is -1, expected 0 or more"),
+        ({"every_n": 0}, "every_n must be at least 1, found 0"),
+        ({"max_traces": -1}, "max_traces must be at least 0, found -1"),
     ],
 )
 def test_options_out_of_bounds(options: dict[str, Any], message: str) -> None:
