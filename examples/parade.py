@@ -230,7 +230,7 @@ def last_line(file: Path) -> dict[str, Any] | None:
 
 def shared_overrides(overrides: Sequence[str]) -> list[str]:
     """What the person who started the parade wants to be different in every leg."""
-    own = ("experiment", "parade", "mode", "hydra", "faults", "callbacks", "policy", "logger")
+    own = ("experiment", "parade", "mode", "hydra", "run_dir", "faults", "callbacks", "policy", "logger")
     return [
         o for o in overrides if not o.lstrip("+~").startswith(tuple(f"{name}{end}" for name in own for end in "=.@/"))
     ]
