@@ -72,6 +72,7 @@ class RunContext:
         ledger: Who is quarantined, since when and why; None until a callback needs it.
         infra_events: Recent infrastructure events, as the user's launcher reported them.
         restart_step: Step at which this process resumed, or None.
+        terminating: True once this process has received SIGTERM, where several ranks must agree on what follows.
         scratch: Extra values by callback name, for what only two of them share.
     """
 
@@ -95,6 +96,7 @@ class RunContext:
         self.ledger: QuarantineLedger | None = None
         self.infra_events: deque[dict[str, Any]] = deque(maxlen=64)
         self.restart_step: int | None = None
+        self.terminating = False
         self.scratch: dict[str, Any] = {}
 
     def path_state(self) -> dict[str, int]:

@@ -32,6 +32,7 @@ SIGNALS: tuple[str, ...] = (
     "data_seconds",  # of which waiting for data
     "invalid_batch",  # findings that other callbacks of this rank left for the gate (batch, start, resume)
     "missing_grads",  # 1 where no parameter received a gradient, else 0
+    "terminated",  # 1 where this rank has received SIGTERM, else 0
 )
 SIGNAL_INDEX = {name: i for i, name in enumerate(SIGNALS)}
 _NONFINITE = [SIGNAL_INDEX["nonfinite_loss"], SIGNAL_INDEX["nonfinite_grads"]]

@@ -21,6 +21,7 @@ from ..checkpoint.restart import dropped_cursor_finding, empty_epoch_finding
 from ..checkpoint.restore_point import OnPath, load_newest, newest_step
 from ..checkpoint.resumed import ResumedRun
 from ..checkpoint.store import CheckpointStore
+from ..distributed import termination
 from ..incidents import Finding
 from ..journal import redact
 from ..limits import check_limits
@@ -29,11 +30,13 @@ from ..state.snapshot import Snapshot, resume
 from .base import (
     SentinelCallback,
     apply_quarantine,
+    find_callback,
     gather_objects,
     note_restart,
     poison_lightning_files,
     watch_lightning_files,
 )
+from .rank_telemetry import RankTelemetry
 
 log = logging.getLogger("lightning_sentinel")
 
@@ -80,7 +83,8 @@ class ForensicCheckpoint(SentinelCallback):
         keep_every_tokens: Also keep the first checkpoint of each span of so many tokens, for good.
         probation_steps: Healthy steps after a checkpoint that make it known-good.
         resume: ``auto``: from the newest known-good checkpoint that verifies, or the newest candidate if none is
-            known-good; ``latest``: from the newest that verifies and is not poisoned; a path: from that one; None: never.
+            known-good; a newer one that a healthy run saved on SIGTERM is taken once, and its probation goes on;
+            ``latest``: from the newest that verifies and is not poisoned; a path: from that one; None: never.
             A Trainer that has trained already, or ``fit(ckpt_path=...)``, is left alone.
         write_lightning_ckpt: Also write an ordinary ``lightning.ckpt`` into each checkpoint.
         save_on_exception: Leave a dump of the state in ``checkpoints/exception-rank-00000/`` when training raises.
@@ -117,6 +121,8 @@ class ForensicCheckpoint(SentinelCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             self._fit = _Fit()
+            if trainer.world_size > 1 and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+                self._fit.stop_listening = termination.listen(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -167,6 +173,8 @@ class ForensicCheckpoint(SentinelCallback):
         if self._fit.keeper is not None:
             self._fit.keeper.close()
             self._fit.keeper = None
+        if self._fit.stop_listening is not None:
+            self._fit.stop_listening()
 
     # ------------------------------------------------------------------------------------------------------- saving
 
@@ -181,10 +189,12 @@ class ForensicCheckpoint(SentinelCallback):
             fit.bucket = self._bucket(step)
         if open_incidents(trainer):
             keeper.probation.clean_from = step
-        if self._due(trainer):
+        if self._due(trainer) or fit.terminated:
             fit.bucket = self._bucket(step)
-            keeper.save(trainer)
+            keeper.save(trainer, handover=fit.terminated)
         keeper.promote_due(trainer)
+        if fit.terminated:
+            self._leave(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -194,15 +204,27 @@ class ForensicCheckpoint(SentinelCallback):
         self._fit.batches_in_epoch += 1
         if self._fit.resumed is not None:
             self._report_restart(trainer, self._fit.resumed.step_done(trainer, self._fit.attempt))
+        several = trainer.world_size > 1
+        if several and termination.agreed(trainer, find_callback(trainer, RankTelemetry) is not None):
+            self._fit.terminated = True
         if open_incidents(trainer) or self.context(trainer).attempt != self._fit.attempt:
             return  # a rollback may be pending; a bad state is no restart point
-        terminated = trainer.received_sigterm and trainer.world_size == 1
+        terminated = self._fit.terminated if several else bool(trainer.received_sigterm)
         if terminated or (_is_last_batch(trainer) and self._due(trainer)):
             self._fit.bucket = self._bucket(trainer.global_step)
-            self._fit.keeper.save(trainer)
-        if terminated:
-            self._fit.keeper.settle(wait=True)
-            self._fit.saved_on_signal = True
+            self._fit.keeper.save(trainer, handover=terminated)
+        if not terminated:
+            return
+        if several and not _is_last_batch(trainer):
+            self._leave(trainer)
+        self._fit.keeper.settle(wait=True)
+        self._fit.saved_on_signal = True
+
+    def _leave(self, trainer: Trainer) -> None:
+        """SIGTERM: what had to be saved is saved, all ranks go at once."""
+        self._keeper.settle(wait=True)
+        self._fit.saved_on_signal = True
+        termination.leave(trainer)
 
     def save(self, trainer: Trainer) -> None:
         """Save now. Call it between two batches or in ``on_train_batch_end``, on every rank alike."""
@@ -247,7 +269,7 @@ class ForensicCheckpoint(SentinelCallback):
         furthest = max(gather_objects(trainer, [(resumed.recorded.attempt, resumed.recorded.last_step)]))
         context.attempt = trainer.strategy.broadcast(next_attempt(store, checkpoint, *furthest), src=0)
         resumed.close_lost_incidents(trainer)
-        self._keeper.resumed_from(checkpoint, candidate=status is Status.CANDIDATE)
+        self._keeper.resumed_from(trainer, checkpoint, candidate=status is Status.CANDIDATE)
         resume(trainer, snapshot)
         context.journal.write(
             "run.resumed",
@@ -407,6 +429,8 @@ class _Fit:
     bucket: int = 0
     attempt: int = 0
     saved_on_signal: bool = False
+    terminated: bool = False  # SIGTERM on some rank, as all ranks know
+    stop_listening: Callable[[], None] | None = None
     resumed: ResumedRun | None = None
     file_plan: RestartPlan | None = None
     unwatch: Callable[[], None] = lambda: None

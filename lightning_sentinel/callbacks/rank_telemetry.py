@@ -456,6 +456,7 @@ class RankTelemetry(SentinelCallback):
             self._data_seconds,
             float(invalid),
             float(no_grads and bool(self._losses)),
+            float(self.context(trainer).terminating),
         )
         values = tuple(v.item() if isinstance(v, Tensor) and v.device.type == "cpu" else v for v in values)
         known = torch.tensor([math.nan if isinstance(v, Tensor) else v for v in values], dtype=torch.float64)

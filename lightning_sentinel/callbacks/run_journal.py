@@ -20,6 +20,7 @@ import lightning
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from .._version import __version__
 from ..alerts import Webhook, alert_of
@@ -273,7 +274,7 @@ class RunJournal(SentinelCallback):
         if self._journal is None or self._ended:
             return
         self._journal.flush()
-        interrupted = isinstance(exception, KeyboardInterrupt)
+        interrupted = isinstance(exception, KeyboardInterrupt | SIGTERMException)
         status = "interrupted" if interrupted else "stopped" if self.status.stopped else "failed"
         # The callbacks after this one still have things to write: the exception itself, a last checkpoint. The strategy
         # hears of the exception when all of them have.

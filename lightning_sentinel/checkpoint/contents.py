@@ -55,6 +55,7 @@ class Contents:
     own: dict[str, Any] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)
     lightning: dict[str, Any] | None = None
+    handover: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -82,8 +82,11 @@ class Keeper:
 
     # ------------------------------------------------------------------------------------------------------- saving
 
-    def save(self, trainer: Trainer) -> None:
-        """Copy the state, and have it written while training goes on; what fails is journalled, nothing is raised."""
+    def save(self, trainer: Trainer, *, handover: bool = False) -> None:
+        """Copy the state, and have it written while training goes on; what fails is journalled, nothing is raised.
+
+        ``handover``: the run has been told to end, and the next one shall go on from here.
+        """
         self.settle(wait=True)
         status = _status_at_save(trainer)
         pending, problem = self._begin(trainer)
@@ -93,6 +96,7 @@ class Keeper:
         part = None
         try:
             part = self._copy(trainer)
+            part.handover = handover and not open_incidents(trainer)
         except Exception as error:
             problem = words(error)
         problems = gather_objects(trainer, [(trainer.global_rank, problem)] if problem else [])
@@ -214,11 +218,16 @@ class Keeper:
         self.probation.go_back(step)
         self._forget_candidates()
 
-    def resumed_from(self, checkpoint: Checkpoint, *, candidate: bool) -> None:
+    def resumed_from(self, trainer: Trainer, checkpoint: Checkpoint, *, candidate: bool) -> None:
         """The run goes on from this checkpoint, whose probation goes on too."""
         if candidate:
             self.probation.begin((checkpoint.step, checkpoint.manifest.attempt))
             self.candidates = [checkpoint]
+            try:
+                if trainer.is_global_zero:
+                    self.store.note_resumed(checkpoint.path)
+            except (OSError, CheckpointError) as error:
+                self.failed(trainer, "noting the resume", error, checkpoint_step=checkpoint.step)
 
     def _forget_candidates(self) -> None:
         self.candidates = [c for c in self.candidates if self.probation.knows((c.step, c.manifest.attempt))]
@@ -290,7 +299,7 @@ class Keeper:
         """What can still be saved without the other ranks, which may never come. Any rank alone."""
         between_batches = not private.in_batch(trainer) and not trainer.validating
         if isinstance(exception, SIGTERMException) and between_batches:
-            self._save_without_collectives(trainer, take(trainer))
+            self._save_without_collectives(trainer, take(trainer), handover=not open_incidents(trainer))
             return
         if dump:
             part = contents.collect(trainer, take(trainer), self._plan.config)
@@ -308,9 +317,10 @@ class Keeper:
         self._promote_good(trainer)
         self.settle(wait=True)
 
-    def _save_without_collectives(self, trainer: Trainer, snapshot: Snapshot) -> None:
+    def _save_without_collectives(self, trainer: Trainer, snapshot: Snapshot, handover: bool = False) -> None:
         """After SIGTERM every rank comes here at the same step, but none may wait for another by a collective."""
         part = contents.collect(trainer, snapshot, self._plan.config)
+        part.handover = handover
         alone = trainer.world_size == 1
         pending = self.store.begin(part.step, part.attempt) if alone else meet(self.store, part, HURRY_SECONDS)
         if trainer.is_global_zero:

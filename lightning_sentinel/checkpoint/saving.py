@@ -18,7 +18,7 @@ from ..state.tree import HostCopies
 from .atomic import FileEntry, replace_file
 from .contents import LIGHTNING, Contents
 from .manifest import Status, rank_file
-from .store import Checkpoint, CheckpointError, CheckpointStore, PendingCheckpoint, checkpoint_name
+from .store import HANDOVER, Checkpoint, CheckpointError, CheckpointStore, PendingCheckpoint, checkpoint_name
 
 PART_SECONDS = 600.0  # how much later than rank 0 another rank may have written its files
 HURRY_SECONDS = 30.0  # the same where the process is about to end
@@ -132,7 +132,7 @@ def publish(
         status=status.status,
         reason=status.reason,
         since_step=status.since_step,
-        extra={"code": revision["code"], "experiment": part.run.get("experiment")},
+        extra={"code": revision["code"], "experiment": part.run.get("experiment"), HANDOVER: part.handover},
     )
     seconds = time.monotonic() - begun
     try:

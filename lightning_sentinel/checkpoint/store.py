@@ -38,6 +38,7 @@ log = logging.getLogger("lightning_sentinel")
 _NAME = re.compile(r"step-(\d{8,})(?:-attempt-(\d{4,}))?(?:\.(\d+))?")
 _TEMPORARY = f"{HIDDEN}tmp-"
 _INTENT = "poisoning.json"
+HANDOVER = "handover"  # in the manifest's extra facts
 
 
 class CheckpointError(RuntimeError):
@@ -66,6 +67,12 @@ class Checkpoint:
     def age_key(self) -> tuple[int, int, int]:
         """Order of saving: attempts rise with each rollback and each resume, steps within an attempt."""
         return (self.manifest.attempt, self.manifest.step, self.serial)
+
+    @property
+    def handed_over(self) -> bool:
+        """Saved by a healthy run as it was told to end, and not resumed from yet: its probation goes on in the next one."""
+        candidate = self.status.status is Status.CANDIDATE and not self.status.reason
+        return candidate and bool(self.manifest.extra.get(HANDOVER))
 
 
 class PendingCheckpoint:
@@ -218,6 +225,12 @@ class CheckpointStore:
             raise CheckpointError(f"{path.name} is poisoned ({checkpoint.status.reason}); it can't become known-good")
         return self._set_status(checkpoint, Status.KNOWN_GOOD, "", None, None)
 
+    def note_resumed(self, path: Path) -> None:
+        """From here on a checkpoint that was handed over is a candidate like any other: it is trusted once."""
+        checkpoint = self.read(path)
+        if checkpoint.handed_over:
+            self._set_status(checkpoint, Status.CANDIDATE, "resumed from", None, None)
+
     def poison(self, path: Path, reason: str, *, since_step: int | None = None, incident: int | None = None) -> None:
         checkpoint = self.read(path)
         if checkpoint.status.status is not Status.POISONED:
@@ -331,14 +344,22 @@ class CheckpointStore:
         return None
 
     def candidates(self, known_good: bool = True) -> Iterator[tuple[Path, list[str]]]:
-        """Usable ones by status, newest first, each with what :meth:`verify` says; damaged manifests are told too."""
+        """Usable ones by status, newest first, each with what :meth:`verify` says; damaged manifests are told too.
+
+        One that was handed over counts with the known-good ones while nothing usable is newer: a job that is told to end
+        before each probation is over would otherwise begin at the same known-good one for ever.
+        """
+        newer = False
         for path in reversed(self.paths()):
             try:
-                status = self.read(path).status.status
+                checkpoint = self.read(path)
             except CheckpointError as error:
                 yield path, [str(error)]
                 continue
-            if status is Status.KNOWN_GOOD or (status is Status.CANDIDATE and not known_good):
+            status = checkpoint.status.status
+            candidate = status is Status.CANDIDATE and (not known_good or (checkpoint.handed_over and not newer))
+            newer |= status is not Status.POISONED
+            if status is Status.KNOWN_GOOD or candidate:
                 yield path, self.verify(path)
 
     def load_torch(self, checkpoint: Checkpoint, name: str) -> Any:

@@ -94,6 +94,8 @@ INSTANCE_NAMES: tuple[tuple[str, str], ...] = (
     ("_logger_connector._callback_metrics", "2.6.6"),
     ("_logger_connector._logged_metrics", "2.6.6"),
     ("_logger_connector._progress_bar_metrics", "2.6.6"),
+    ("_signal_connector._sigterm_notifier_fn", "2.6.6"),
+    ("_signal_connector.received_sigterm", "2.6.6"),
     ("strategy.optimizers", "2.6.6"),
     ("strategy._lightning_optimizers", "2.6.6"),
     ("_loggers", "2.6.6"),
@@ -474,6 +476,35 @@ def overrides(instance: object, hook: str) -> bool:
                 "lightning.pytorch.core."
             )
     return False
+
+
+# --- Signals ------------------------------------------------------------------------------------------------------
+
+
+def note_sigterm(trainer: Trainer, note: Callable[[], None]) -> Callable[[], None]:
+    """Call ``note`` on SIGTERM instead of ``_SignalConnector._sigterm_notifier_fn``; returns what undoes it.
+
+    That one runs a collective inside the signal handler. The signal still goes to processes that Lightning's launcher has
+    started, once. Takes effect where Lightning registers its handlers, which is after ``setup`` of a fit.
+    """
+    connector = trainer._signal_connector
+    passed_on = False
+
+    def notifier(signum: Any, _: Any) -> None:
+        nonlocal passed_on
+        note()
+        launcher: Any = trainer.strategy.launcher
+        if not passed_on and launcher is not None:
+            passed_on = True
+            launcher.kill(signum)
+
+    connector._sigterm_notifier_fn = notifier  # type: ignore[method-assign]
+    return lambda: vars(connector).pop("_sigterm_notifier_fn", None)
+
+
+def set_received_sigterm(trainer: Trainer) -> None:
+    """Make ``trainer.received_sigterm`` true."""
+    trainer._signal_connector.received_sigterm = True
 
 
 # --- Replaying a step ------------------------------------------------------------------------------------------------

@@ -18,14 +18,19 @@ ROLLBACK_EVERY = 9
 # The agent of torchrun itself, with its own environment for the workers; they are forked from a process that has
 # imported everything, because fifty restarts would otherwise spend most of their time on imports.
 AGENT = """
-import sys
+import signal, sys
 sys.path.insert(0, {folder!r})
 import elastic_script
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 def worker(*arguments):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the agent's own, which a forked worker inherits
     sys.argv = ["elastic_script.py", *arguments]
-    elastic_script.main()
+    try:
+        elastic_script.main()
+    except SystemExit as end:  # a forked worker must return, or the agent waits for its result
+        if end.code:
+            raise
 
 config = LaunchConfig(
     min_nodes=1, max_nodes=1, nproc_per_node={ranks}, run_id="job", rdzv_backend="c10d", rdzv_endpoint="localhost:0",

@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=400, help="in each of the two sources")
     parser.add_argument("--kills", type=json.loads, default=[])
     parser.add_argument("--rollback-every", type=int, default=0)
-    parser.add_argument("--terminate", type=json.loads, default=None, help='{"step": 7, "ranks": [1]}, in attempt 0')
+    parser.add_argument("--terminate", type=json.loads, default=None, help='{"1": 7}: step by rank, in attempt 0')
     parser.add_argument("--skew", type=float, default=0.0, help="seconds by which rank 1 is late in later attempts")
     parser.add_argument("--pace", type=float, default=0.0)
     parser.add_argument("--plain", action="store_true", help="leave the process group to Lightning")
@@ -185,9 +185,8 @@ def main() -> None:
     kill = arguments.kills[attempt] if attempt < len(arguments.kills) else None
     if kill is not None and kill["rank"] == rank:
         mine.append(Killer(kill["where"], kill["step"]))
-    terminate = arguments.terminate
-    if terminate is not None and attempt == 0 and rank in terminate["ranks"]:
-        mine.append(Terminator(terminate["step"]))
+    if attempt == 0 and str(rank) in (arguments.terminate or {}):
+        mine.append(Terminator(arguments.terminate[str(rank)]))
     suite = lightning_sentinel.default_callbacks(arguments.folder, policy="recover")
     suite[0].report = False  # type: ignore[attr-defined]
     saver = ForensicCheckpoint(every_n_steps=arguments.every, probation_steps=1, save_on_exception=False)
