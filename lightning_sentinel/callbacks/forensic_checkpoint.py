@@ -22,6 +22,7 @@ from ..checkpoint.restore_point import OnPath, load_newest, newest_step
 from ..checkpoint.resumed import ResumedRun
 from ..checkpoint.store import CheckpointStore
 from ..distributed import termination
+from ..distributed.lost import lost_connection, name_missing
 from ..incidents import Finding
 from ..journal import redact
 from ..limits import check_limits
@@ -283,8 +284,8 @@ class ForensicCheckpoint(SentinelCallback):
             status=str(checkpoint.status.status),
             epoch=loaded.run["epoch"],
         )
-        if loaded.run["inexact"]:
-            self._incomplete(trainer, checkpoint.path, list(loaded.run["inexact"]))
+        if missing := [*loaded.run["inexact"], *loaded.left_out]:
+            self._incomplete(trainer, checkpoint.path, missing)
         log.info("resumed at step %d from %s (%s)", snapshot.step, checkpoint.path, checkpoint.status.status)
 
     def _refuse(self, trainer: Trainer, path: Path, problem: str) -> None:
@@ -389,6 +390,9 @@ class ForensicCheckpoint(SentinelCallback):
             frames=_frames(exception),
         )
         context.journal.flush()
+        lost = lost_connection(trainer, exception)
+        if lost:
+            name_missing(trainer, exception)
         keeper = self._fit.keeper
         if keeper is None or self._fit.before is None:
             return
@@ -396,7 +400,8 @@ class ForensicCheckpoint(SentinelCallback):
         if self._fit.saved_on_signal:
             return
         try:
-            keeper.save_after_exception(trainer, exception, dump=self.save_on_exception)
+            # where another rank is the cause, this one's state holds nothing to look for
+            keeper.save_after_exception(trainer, exception, dump=self.save_on_exception and not lost)
         except Exception as error:  # whatever goes wrong here must not replace the exception that ended the run
             keeper.failed(trainer, "saving after an exception", error)
 

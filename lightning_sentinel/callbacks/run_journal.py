@@ -115,6 +115,7 @@ class RunJournal(SentinelCallback):
         self.status = Status()
         self._before = Earlier()
         self._hosts: list[str] = []
+        self._changes_told = True
         self._journal: Journal | None = None
         self._ended = True
         self._failures: list[str] = []
@@ -187,15 +188,24 @@ class RunJournal(SentinelCallback):
             host=socket.gethostname(),
             pid=os.getpid(),
         )
-        if trainer.is_global_zero and self._earlier and self._earlier[-1] != trainer.world_size:
+        self._changes_told = False
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if not self._changes_told:
+            self._tell_changes(trainer)
+
+    def _tell_changes(self, trainer: Trainer) -> None:
+        """What has changed since the last fit in this folder, once it is known at which step this one goes on."""
+        self._changes_told = True
+        if not trainer.is_global_zero:
+            return
+        if self._earlier and self._earlier[-1] != trainer.world_size:
             self.context(trainer).write(
                 trainer, "topology.changed", old_world_size=self._earlier[-1], world_size=trainer.world_size
             )
-
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        if trainer.is_global_zero:
-            for kind, text in changes(self._before, self._hosts, int(restarts) if restarts.isdecimal() else 0):
-                infra_event(trainer, kind, text)
+        for kind, text in changes(self._before, self._hosts, int(restarts) if restarts.isdecimal() else 0):
+            infra_event(trainer, kind, text)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         note_restart(trainer)
@@ -304,6 +314,8 @@ class RunJournal(SentinelCallback):
             self._unwrap_bar = None
         if self._journal is None or self._ended:
             return
+        if not self._changes_told:
+            self._tell_changes(trainer)
         self._ended = True
         context = self.context(trainer)
         context.write(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
+from . import reshape
 from .contents import Loaded, load
 from .manifest import Status
 from .saving import words
@@ -37,7 +38,7 @@ def choose(
         CheckpointError: There are some, and none can be used.
     """
     refused: list[str] = []
-    looking = _look(store, resume, trainer.world_size) if trainer.is_global_zero else iter(())
+    looking = _look(trainer, store, resume) if trainer.is_global_zero else iter(())
     while True:
         path, problem, note = trainer.strategy.broadcast(next(looking, ("", "", "")), src=0)
         if not path:
@@ -71,11 +72,11 @@ def next_attempt(store: CheckpointStore, checkpoint: Checkpoint, attempt: int, l
     return highest + 1 if repeated or others else mine
 
 
-def _look(store: CheckpointStore, resume: str | Path, world_size: int) -> Iterator[tuple[str, str, str]]:
+def _look(trainer: Trainer, store: CheckpointStore, resume: str | Path) -> Iterator[tuple[str, str, str]]:
     """(path, problem, note) of each candidate, best first; an empty problem where it verifies."""
     if str(resume) not in (AUTO, LATEST):
         path = Path(resume)
-        yield str(path), "; ".join(store.verify(path)) or _foreign(store, path, world_size), ""
+        yield str(path), "; ".join(store.verify(path)) or reshape.problem(trainer, store, path), ""
         return
     seen: set[Path] = set()
     for known_good in (True, False) if resume == AUTO else (False,):
@@ -83,14 +84,16 @@ def _look(store: CheckpointStore, resume: str | Path, world_size: int) -> Iterat
             if path not in seen:
                 seen.add(path)
                 note = "" if known_good or resume == LATEST else _no_known_good(store, path)
-                yield str(path), "; ".join(problems) or _foreign(store, path, world_size), note
+                yield str(path), "; ".join(problems) or reshape.problem(trainer, store, path), note
 
 
 def load_everywhere(trainer: Trainer, store: CheckpointStore, path: Path) -> tuple[Loaded | None, str]:
     """Every rank's own part of one checkpoint, or None on all of them with the reasons of those that could not."""
     loaded, problem = None, ""
     try:
-        loaded = load(store, store.read(path), trainer.global_rank)
+        checkpoint = store.read(path)
+        loaded = load(store, checkpoint, reshape.source_rank(trainer.global_rank, checkpoint.manifest.world_size))
+        loaded.left_out = reshape.adapt(trainer, loaded)
     except Exception as error:
         problem = f"rank {trainer.global_rank}: {words(error)}"
     if trainer.world_size > 1:
@@ -98,13 +101,6 @@ def load_everywhere(trainer: Trainer, store: CheckpointStore, path: Path) -> tup
         torch.distributed.all_gather_object(gathered, problem)
         problem = "; ".join(p for p in gathered if p)
     return (None, problem) if problem else (loaded, "")
-
-
-def _foreign(store: CheckpointStore, path: Path, world_size: int) -> str:
-    saved = store.read(path).manifest.world_size
-    if saved == world_size:
-        return ""
-    return f"holds the state of {saved} ranks, this run has {world_size}; start it with {saved} ranks"
 
 
 def _no_known_good(store: CheckpointStore, path: Path) -> str:

@@ -128,6 +128,7 @@ class Loaded:
     snapshot: Snapshot
     own: dict[str, Any]
     run: dict[str, Any]
+    left_out: list[str] = field(default_factory=list)  # what this number of ranks has no place for
 
     @property
     def next_sample_ids(self) -> list[str]:

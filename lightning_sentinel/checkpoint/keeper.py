@@ -222,12 +222,12 @@ class Keeper:
         """The run goes on from this checkpoint, whose probation goes on too."""
         if candidate:
             self.probation.begin((checkpoint.step, checkpoint.manifest.attempt))
-            self.candidates = [checkpoint]
-            try:
-                if trainer.is_global_zero:
+            if trainer.is_global_zero:
+                self.candidates = [checkpoint]
+                try:
                     self.store.note_resumed(checkpoint.path)
-            except (OSError, CheckpointError) as error:
-                self.failed(trainer, "noting the resume", error, checkpoint_step=checkpoint.step)
+                except (OSError, CheckpointError) as error:
+                    self.failed(trainer, "noting the resume", error, checkpoint_step=checkpoint.step)
 
     def _forget_candidates(self) -> None:
         self.candidates = [c for c in self.candidates if self.probation.knows((c.step, c.manifest.attempt))]

@@ -63,7 +63,13 @@ class ResumedRun:
             attempt=snapshot.attempt,
             steps=steps,
         )
-        return cls(recorded, loaded, loaded.next_sample_ids, _steps_left=steps, _last_done=snapshot.step - 1)
+        # Incidents go on counting alike on every rank, also on one that has no journal yet.
+        told = gather_objects(trainer, [recorded.incidents] if trainer.is_global_zero else [])
+        recorded.incidents = told[0]
+        if loaded.left_out:
+            recorded.steps.clear()  # the same samples, but on other ranks
+        next_ids = [] if loaded.left_out else loaded.next_sample_ids
+        return cls(recorded, loaded, next_ids, _steps_left=steps, _last_done=snapshot.step - 1)
 
     @classmethod
     def from_lightning(

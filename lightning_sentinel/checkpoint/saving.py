@@ -21,7 +21,7 @@ from .manifest import Status, rank_file
 from .store import HANDOVER, Checkpoint, CheckpointError, CheckpointStore, PendingCheckpoint, checkpoint_name
 
 PART_SECONDS = 600.0  # how much later than rank 0 another rank may have written its files
-HURRY_SECONDS = 30.0  # the same where the process is about to end
+HURRY_SECONDS = 10.0  # the same where the process is about to end; torchrun kills after 30 s
 _POLL_SECONDS = 0.05
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -36,6 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 STATE_VERSION = 1
+AHEAD = 2  # batches that a trainer may have fetched ahead and can give back
 UNIFORM_BLOCK = 1024
 RESERVED_KEYS = ("source", "sample_id", "sample_pass")
 
@@ -163,6 +165,8 @@ class MixtureLoader:
         world_size: Number of processes that share the data; None likewise.
     """
 
+    global_cursor = True  # the position is the same on every rank, whatever their number
+
     def __init__(
         self,
         sources: Sequence[Source],
@@ -199,6 +203,7 @@ class MixtureLoader:
         self._batches = 0
         self._loaded = False
         self._known_weights: tuple[int, frozenset[str], dict[str, float]] | None = None  # of the present span of draws
+        self._before: deque[dict[str, Any]] = deque(maxlen=AHEAD)
         self._excluded: frozenset[str] = frozenset()
         self._excluded_samples: frozenset[str] = frozenset()
         self._open: npt.NDArray[np.bool_] = self._lengths > 0
@@ -234,12 +239,30 @@ class MixtureLoader:
             "version": STATE_VERSION,
             "seed": self.seed,
             "lengths": dict(zip(self.sources, self._lengths.tolist(), strict=True)),
+            **self._position(),
+            "excluded": sorted(self._excluded),
+            "before": [dict(position) for position in self._before],
+        }
+
+    def _position(self) -> dict[str, Any]:
+        return {
             "draws": self._draws,
             "raw": self._raw,
             "pointers": dict(zip(self.sources, self._pointers.tolist(), strict=True)),
             "batches": self._batches,
-            "excluded": sorted(self._excluded),
         }
+
+    @staticmethod
+    def state_before(state: Mapping[str, Any], batches: int) -> dict[str, Any]:
+        """The state as it was so many batches earlier: for batches that were fetched ahead and are not to be used."""
+        before = list(state.get("before", ()))
+        if batches > len(before):
+            raise ValueError(
+                f"the loader state knows its position {len(before)} batches back, {batches} were asked for; resume with the"
+                " number of ranks that wrote it"
+            )
+        kept = len(before) - batches
+        return {**state, **before[kept], "before": before[:kept]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a position, written by any rank of any world size; the next batch is the one that would have come there."""
@@ -257,6 +280,7 @@ class MixtureLoader:
         self._raw = int(state["raw"])
         self._pointers = np.array([state["pointers"][name] for name in self.sources], dtype=np.int64)
         self._batches = int(state["batches"])
+        self._before = deque((dict(position) for position in state.get("before", ())), maxlen=AHEAD)
         self._loaded = True
 
     # -- weights -----------------------------------------------------------------------------------------------------------
@@ -419,6 +443,7 @@ class MixtureLoader:
         return batch
 
     def _next_batch(self, rank: int, world_size: int) -> dict[str, Any]:
+        self._before.append(self._position())
         drawn = self._draw(self.batch_size * world_size)[rank * self.batch_size : (rank + 1) * self.batch_size]
         self._batches += 1
         samples = [self._sources[source].sample(index) for source, index, _ in drawn]

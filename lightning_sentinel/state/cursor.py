@@ -99,6 +99,8 @@ def restore_cursor(trainer: Trainer, cursor: dict[str, Any], ledger: QuarantineL
     if hasattr(fetcher, "batches"):
         fetcher.batches = clone(cursor["batches"])
     fetcher.fetched, fetcher.done = cursor["fetched"], cursor["done"]
+    for _ in range(cursor.get("fetch_ahead", 0)):
+        private.fetch_ahead(fetcher)
     if ledger is not None:
         _drop_fetched(trainer, ledger)
     for name, generator in _generators(trainer).items():

@@ -269,13 +269,23 @@ def test_no_usable_checkpoint_is_an_error_with_a_way_out(tmp_path: Path) -> None
     assert module.steps[0][2] == 0
 
 
-def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("shared", "reason"),
+    [
+        ([], "its weights are divided among its ranks; start it with 2 ranks"),
+        (
+            ["model.pt"],
+            "StatefulDataLoader keeps a data position for each rank; start it with 2 ranks, or use a loader",
+        ),
+    ],
+)
+def test_another_number_of_ranks_is_refused(shared: list[str], reason: str, tmp_path: Path) -> None:
     store = store_of(tmp_path)
     pending = store.begin(5)
-    for rank in range(2):
-        pending.write_bytes(f"rank-{rank:05d}.pt", b"")
+    for name in ["rank-00000.pt", "rank-00001.pt", *shared]:
+        pending.write_bytes(name, b"")
     store.publish(pending, step=5, world_size=2)
-    with pytest.raises(CheckpointError, match="holds the state of 2 ranks, this run has 1; start it with 2 ranks"):
+    with pytest.raises(CheckpointError, match=f"holds the state of 2 ranks, this run has 1, and {reason}"):
         fit(suite(tmp_path), max_steps=6)
 
 

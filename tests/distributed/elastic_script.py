@@ -21,6 +21,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 import lightning_sentinel
@@ -147,6 +148,17 @@ class Terminator(L.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+class Hang(L.Callback):
+    """Stands still in the middle of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step:
+            time.sleep(600)
+
+
 class Pace(L.Callback):
     """Makes a step last, so that something outside can happen in it."""
 
@@ -163,11 +175,17 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--every", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=4, help="over all ranks")
+    parser.add_argument(
+        "--endless", action="store_true", help="a loader without length: Lightning fetches a batch ahead"
+    )
     parser.add_argument("--samples", type=int, default=400, help="in each of the two sources")
     parser.add_argument("--kills", type=json.loads, default=[])
     parser.add_argument("--rollback-every", type=int, default=0)
     parser.add_argument("--terminate", type=json.loads, default=None, help='{"1": 7}: step by rank, in attempt 0')
     parser.add_argument("--skew", type=float, default=0.0, help="seconds by which rank 1 is late in later attempts")
+    parser.add_argument("--hang", type=int, default=-1, help="rank 1 stands still at this step")
+    parser.add_argument("--timeout", type=float, default=60.0, help="of collectives")
     parser.add_argument("--pace", type=float, default=0.0)
     parser.add_argument("--plain", action="store_true", help="leave the process group to Lightning")
     parser.add_argument("--seed", type=int, default=0)
@@ -177,7 +195,7 @@ def main() -> None:
     if rank == 1 and attempt > 0:
         time.sleep(arguments.skew)
     if not arguments.plain:
-        init_process_group(timeout=timedelta(seconds=60))
+        init_process_group(timeout=timedelta(seconds=arguments.timeout))
 
     mine: list[L.Callback] = [Pace(arguments.pace)] if arguments.pace else []
     if arguments.rollback_every:
@@ -185,6 +203,8 @@ def main() -> None:
     kill = arguments.kills[attempt] if attempt < len(arguments.kills) else None
     if kill is not None and kill["rank"] == rank:
         mine.append(Killer(kill["where"], kill["step"]))
+    if arguments.hang >= 0 and rank == 1:
+        mine.append(Hang(arguments.hang))
     if attempt == 0 and str(rank) in (arguments.terminate or {}):
         mine.append(Terminator(arguments.terminate[str(rank)]))
     suite = lightning_sentinel.default_callbacks(arguments.folder, policy="recover")
@@ -196,7 +216,7 @@ def main() -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=arguments.devices,
-        strategy="ddp",
+        strategy=DDPStrategy(timeout=timedelta(seconds=arguments.timeout)),
         max_epochs=-1,
         max_steps=arguments.steps,
         logger=False,
@@ -206,7 +226,9 @@ def main() -> None:
         use_distributed_sampler=False,
         callbacks=[*mine, *suite, saver],
     )
-    trainer.fit(module, MixtureLoader(sources, batch_size=2, steps_per_epoch=10, seed=3))
+    per_epoch = None if arguments.endless else 10
+    batch_size = arguments.batch // trainer.world_size
+    trainer.fit(module, MixtureLoader(sources, batch_size=batch_size, steps_per_epoch=per_epoch, seed=3))
     bits = [struct.pack(">f", float(v)).hex() for p in module.state_dict().values() for v in p.detach().flatten()]
     (arguments.folder / f"weights-{rank}.json").write_text(json.dumps(bits))
 

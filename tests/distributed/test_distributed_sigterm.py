@@ -58,6 +58,12 @@ def test_one_rank_hears_it_and_all_agree(calm: Path, tmp_path: Path) -> None:
     assert found.problems == []
     assert [e["checkpoint_step"] for e in found.resumed] == [8]  # although 5 is known-good: handed over
     assert found.repeated_steps == 0
+    promoted = [
+        (e["rank"], e["checkpoint_step"]) for r in (0, 1) for e in read(tmp_path, r) if "known_good" in e["event"]
+    ]
+    assert promoted.count((0, 8)) == 1  # its probation has gone on, and rank 0 alone writes the status
+    assert all(rank == 0 for rank, _ in promoted)
+    assert not [e for r in (0, 1) for e in read(tmp_path, r) if e["event"] == "checkpoint.failed"]
 
 
 @pytest.mark.timeout(500)

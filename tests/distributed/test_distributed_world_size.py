@@ -1,0 +1,94 @@
+"""Going on with another number of ranks: every remaining sample once, by whichever rank; the rest is said."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from elastic_job import agent_command, read, run
+from elastic_script import Points
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_sentinel.checkpoint import CheckpointStore
+from lightning_sentinel.data import MixtureLoader
+
+SIZES = st.integers(1, 40)
+# (ranks, samples for each rank and step, steps before the cut) of each start of the job
+PHASES = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=5)
+
+
+@settings(max_examples=150, deadline=None)
+@given(sizes=st.lists(SIZES, min_size=1, max_size=3), phases=PHASES, ahead=st.integers(0, 2), seed=st.integers(0, 9))
+def test_the_order_does_not_depend_on_the_ranks(
+    sizes: list[int], phases: list[tuple[int, int, int]], ahead: int, seed: int
+) -> None:
+    """Cut anywhere, with batches fetched ahead or not, and shared among any number: the order of one single process."""
+    sources = [Points(f"s{i}", n) for i, n in enumerate(sizes)]
+    trained: list[tuple[str, int]] = []
+    state = None
+    for ranks, batch_size, steps in phases:
+        loaders = [
+            MixtureLoader(sources, batch_size=batch_size, seed=seed, rank=r, world_size=ranks) for r in range(ranks)
+        ]
+        if state is not None:
+            for loader in loaders:
+                loader.load_state_dict(state)
+        streams = [iter(loader) for loader in loaders]
+        for step in range(steps + ahead):
+            batches = [next(stream) for stream in streams]
+            if step < steps:
+                trained += [pair for b in batches for pair in zip(b["sample_id"], b["sample_pass"], strict=True)]
+        states = [loader.state_dict() for loader in loaders]
+        assert all(other == states[0] for other in states)
+        state = json.loads(json.dumps(MixtureLoader.state_before(states[0], ahead)))
+    alone = iter(MixtureLoader(sources, seed=seed, rank=0, world_size=1))
+    expected = [(b["sample_id"][0], b["sample_pass"][0]) for b in (next(alone) for _ in trained)]
+    assert trained == expected
+    assert len(set(trained)) == len(trained)  # each sample once in each pass over its source
+
+
+def test_more_was_fetched_ahead_than_can_be_given_back() -> None:
+    loader = MixtureLoader([Points("s", 9)], rank=0, world_size=1)
+    next(iter(loader))
+    with pytest.raises(ValueError, match="knows its position 1 batches back, 2 were asked for"):
+        MixtureLoader.state_before(loader.state_dict(), 2)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("endless", [True, False], ids=["fetched ahead", "with a length"])
+def test_four_ranks_then_two_then_three(endless: bool, tmp_path: Path) -> None:
+    """One training on 4, 2 and 3 ranks, each start ended by SIGTERM on one of them: 12 samples a step in one order."""
+    options = [str(tmp_path), "--steps=16", "--every=50", "--batch=12", *(["--endless"] if endless else [])]
+    starts = [(4, {"2": 5}), (2, {"0": 9}), (3, {})]
+    for ranks, terminate in starts:
+        arguments = [*options, f"--devices={ranks}", f"--terminate={json.dumps(terminate)}"]
+        assert run(agent_command(ranks, 0, *arguments), 150).returncode == 0
+    events = {rank: read(tmp_path, rank) for rank in range(4)}
+    cuts = [0, 6, 10, 16]
+    trained: list[str] = []
+    for (ranks, _), (first, end) in zip(starts, pairwise(cuts), strict=True):
+        for step in range(first, end):
+            rows = [e for r in range(ranks) for e in events[r] if e["event"] == "step" and e["step"] == step]
+            assert len(rows) == ranks  # no step twice
+            trained += [sample for row in rows for sample in row["sample_ids"]]
+    alone = iter(MixtureLoader([Points("a", 400), Points("b", 400)], batch_size=12, seed=3, rank=0, world_size=1))
+    assert trained == [sample for _ in range(16) for sample in next(alone)["sample_id"]]
+
+    topology = [(e["old_world_size"], e["world_size"]) for e in events[0] if e["event"] == "topology.changed"]
+    assert topology == [(4, 2), (2, 3)]
+    assert [e["checkpoint_step"] for e in events[0] if e["event"] == "run.resumed"] == [6, 10]
+    said = [e["missing"] for e in events[0] if e["event"] == "checkpoint.incomplete"]
+    assert [m[:2] for m in said] == [
+        ["from 4 to 2 ranks", "the random state of ranks 2 to 3 has no counterpart"],
+        ["from 2 to 3 ranks", "the random state of rank 2 is derived from that of rank 0"],
+    ]
+    assert not [e for e in events[0] if e["event"] in ("incident.opened", "checkpoint.refused", "checkpoint.failed")]
+    weights = [json.loads((tmp_path / f"weights-{rank}.json").read_text()) for rank in range(3)]
+    parameters = [w[:176] + w[-17:] for w in weights]  # without BatchNorm's own statistics, which differ by rank
+    assert parameters[0] == parameters[1] == parameters[2]
+    assert CheckpointStore(tmp_path / "checkpoints").newest_verified(known_good=False) is not None
