@@ -262,7 +262,7 @@ class MixtureLoader:
                 " number of ranks that wrote it"
             )
         kept = len(before) - batches
-        return {**state, **before[kept], "before": before[:kept]}
+        return {**state, **(before[kept] if batches else {}), "before": before[:kept]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a position, written by any rank of any world size; the next batch is the one that would have come there."""

@@ -188,6 +188,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=60.0, help="of collectives")
     parser.add_argument("--pace", type=float, default=0.0)
     parser.add_argument("--plain", action="store_true", help="leave the process group to Lightning")
+    parser.add_argument("--policy", default="recover")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
@@ -207,7 +208,7 @@ def main() -> None:
         mine.append(Hang(arguments.hang))
     if attempt == 0 and str(rank) in (arguments.terminate or {}):
         mine.append(Terminator(arguments.terminate[str(rank)]))
-    suite = lightning_sentinel.default_callbacks(arguments.folder, policy="recover")
+    suite = lightning_sentinel.default_callbacks(arguments.folder, policy=arguments.policy)
     suite[0].report = False  # type: ignore[attr-defined]
     saver = ForensicCheckpoint(every_n_steps=arguments.every, probation_steps=1, save_on_exception=False)
     torch.manual_seed(arguments.seed + 7 * attempt)
