@@ -135,19 +135,23 @@ def _path(
     told: int | None = None  # where the newest line about going back says that training goes on
     for event in events:
         name, step = event["event"], event["step"]
-        if name in ("run.resumed", "action.rollback"):
-            told = event["checkpoint_step"] if name == "run.resumed" else event["to_step"]
-            live = {s: row for s, row in live.items() if s < told}
-            if name == "run.resumed":
-                resumed.append(event)
+        if name == "run.resumed":
+            told = event["checkpoint_step"]
+            resumed.append(event)
+        elif name == "action.rollback":
+            told = event["to_step"]
         elif name == "step":
             key = (event["attempt"], step)
             if key in seen:
                 problems.append(f"{who}: attempt {key[0]} holds step {step} twice")
             if step in live:
-                problems.append(f"{who}: step {step} is repeated and no line says so")
+                if told is None or step < told:
+                    problems.append(f"{who}: step {step} is repeated and no line says so")
+                # only now: a rollback that a kill cut short has abandoned nothing
+                live = {s: row for s, row in live.items() if s < step}
             if any(s == step for _, s in seen):
                 repeated += 1
             seen.add(key)
+            told = None
             live[step] = (tuple(event["sample_ids"]), event["loss_bits"], event["epoch"], event["batch_idx"])
     return live, resumed, repeated

@@ -61,9 +61,9 @@ def test_more_was_fetched_ahead_than_can_be_given_back() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_four_ranks_then_two_then_three(tmp_path: Path) -> None:
-    """One training on 4, 2 and 3 ranks, each start ended by SIGTERM on one of them: 12 samples a step in one order."""
+    """One training on 4, 2 and 3 ranks, each start ended by SIGTERM on one of them: 48 samples a step in one order."""
     # without a length, so that Lightning has fetched a batch ahead for the old ranks
-    options = [str(tmp_path), "--steps=16", "--every=50", "--batch=12", "--endless", "--policy=observe"]
+    options = [str(tmp_path), "--steps=16", "--every=50", "--batch=48", "--endless", "--policy=observe"]
     starts = [(4, {"2": 5}), (2, {"0": 9}), (3, {})]
     for ranks, terminate in starts:
         arguments = [*options, f"--devices={ranks}", f"--terminate={json.dumps(terminate)}"]
@@ -76,7 +76,7 @@ def test_four_ranks_then_two_then_three(tmp_path: Path) -> None:
             rows = [e for r in range(ranks) for e in events[r] if e["event"] == "step" and e["step"] == step]
             assert len(rows) == ranks  # no step twice
             trained += [sample for row in rows for sample in row["sample_ids"]]
-    alone = iter(MixtureLoader([Points("a", 400), Points("b", 400)], batch_size=12, seed=3, rank=0, world_size=1))
+    alone = iter(MixtureLoader([Points("a", 400), Points("b", 400)], batch_size=48, seed=3, rank=0, world_size=1))
     assert trained == [sample for _ in range(16) for sample in next(alone)["sample_id"]]
 
     topology = [(e["old_world_size"], e["world_size"]) for e in events[0] if e["event"] == "topology.changed"]
@@ -87,7 +87,7 @@ def test_four_ranks_then_two_then_three(tmp_path: Path) -> None:
         ["from 4 to 2 ranks", "the random state of ranks 2 to 3 has no counterpart"],
         ["from 2 to 3 ranks", "the random state of rank 2 is derived from that of rank 0"],
     ]
-    assert not [e for e in events[0] if e["event"] in ("checkpoint.refused", "checkpoint.failed")]
+    assert not [e for e in events[0] if e["event"] in ("checkpoint.refused", "checkpoint.failed", "incident.opened")]
     weights = [json.loads((tmp_path / f"weights-{rank}.json").read_text()) for rank in range(3)]
     parameters = [w[:176] + w[-17:] for w in weights]  # without BatchNorm's own statistics, which differ by rank
     assert parameters[0] == parameters[1] == parameters[2]
