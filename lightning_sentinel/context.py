@@ -73,6 +73,7 @@ class RunContext:
         infra_events: Recent infrastructure events, as the user's launcher reported them.
         restart_step: Step at which this process resumed, or None.
         terminating: True once this process has received SIGTERM, where several ranks must agree on what follows.
+        terminated_ranks: Ranks that had received SIGTERM at the newest gate, the same on every rank.
         scratch: Extra values by callback name, for what only two of them share.
     """
 
@@ -97,6 +98,7 @@ class RunContext:
         self.infra_events: deque[dict[str, Any]] = deque(maxlen=64)
         self.restart_step: int | None = None
         self.terminating = False
+        self.terminated_ranks: tuple[int, ...] = ()
         self.scratch: dict[str, Any] = {}
 
     def path_state(self) -> dict[str, int]:

@@ -381,6 +381,7 @@ class RankTelemetry(SentinelCallback):
             restart_step=context.restart_step,
         )
         context.record = record
+        context.terminated_ranks = tuple(int(rank) for rank in record.column("terminated").nonzero()[0])
         context.tokens = record.tokens
         context.nominal_steps += 1
         return record

@@ -20,7 +20,7 @@ from ..state import lightning_private as private
 def listen(trainer: Trainer) -> Callable[[], None]:
     """Note SIGTERM from now on instead of broadcasting it; returns what undoes it. Call it in ``setup`` of a fit."""
     context = context_of(trainer)
-    context.terminating = False
+    context.terminating, context.terminated_ranks = False, ()
 
     def note() -> None:
         context.terminating = True
@@ -37,8 +37,7 @@ def agreed(trainer: Trainer, gathered: bool) -> bool:
     """
     context = context_of(trainer)
     if gathered:
-        record = context.record
-        return record is not None and bool(record.column("terminated").any())
+        return bool(context.terminated_ranks)
     return bool(trainer.strategy.reduce_boolean_decision(context.terminating, all=False))
 
 
@@ -46,9 +45,8 @@ def leave(trainer: Trainer) -> None:
     """End the fit on every rank, after the checkpoint."""
     context = context_of(trainer)
     if trainer.is_global_zero:
-        record = context.record
-        ranks = [] if record is None else [str(rank) for rank in record.column("terminated").nonzero()[0]]
-        who = f"rank {', '.join(ranks)}" if ranks else "a rank"
+        ranks = ", ".join(map(str, context.terminated_ranks))
+        who = f"rank {ranks}" if ranks else "a rank"
         infra_event(trainer, "sigterm", f"{who} received SIGTERM; all ranks end at step {trainer.global_step}")
     private.set_received_sigterm(trainer)
     raise SIGTERMException
