@@ -68,10 +68,11 @@ class Instrument(L.Callback):
     and the hooks on the optimizers. Put it last.
     """
 
-    def __init__(self, suite: Sequence[L.Callback], own: OwnTime) -> None:
+    def __init__(self, suite: Sequence[L.Callback], own: OwnTime, start: bool = False) -> None:
         self.own = own
+        more = ("_before_batch", "_after_batch", *(("setup",) if start else ()))
         for callback in suite:
-            for name in (*(n for n in dir(callback) if n.startswith("on_")), "_before_batch", "_after_batch"):
+            for name in (*(n for n in dir(callback) if n.startswith("on_")), *more):
                 self._time(callback, type(callback).__name__, name)
             if hasattr(callback, "actuator"):
                 for name in ("_before_step", "_after_step"):

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,8 @@ class Leg:
         after: Legs that must have ended before it starts.
         processes: How many ranks it trains with.
         first_step: Step at which it begins.
+        everywhere: Overrides of every leg of this parade.
+        with_suite: Overrides of every leg with the suite.
     """
 
     name: str
@@ -55,6 +57,8 @@ class Leg:
     after: tuple[str, ...] = ()
     processes: int = 1
     first_step: int = 0
+    everywhere: tuple[str, ...] = ()
+    with_suite: tuple[str, ...] = ()
 
     def command(self, run: Path, shared: Sequence[str]) -> list[str]:
         """The child's command line."""
@@ -66,6 +70,8 @@ class Leg:
             "experiment=leg",
             "logger=none",
             "policy=recover",
+            *self.everywhere,
+            *(self.with_suite if self.suite else ()),
             f"hydra.run.dir='{folder(run, self.name)}'",
             f"trainer.max_steps={self.steps}",
             f"callbacks={'sentinel/default' if self.suite else 'none'}",
@@ -77,6 +83,15 @@ class Leg:
 
 def folder(run: Path, leg: str) -> Path:
     return run / "legs" / leg
+
+
+def variant(legs: Sequence[Leg], sync: str, backend: str | None) -> list[Leg]:
+    """The same legs with records read one step later (``lagged``), and with a compiled model."""
+    everywhere = [f"compile={backend}"] if backend else []
+    with_suite = [f"callbacks.rank_telemetry.sync={sync}"] if sync != "gate" else []
+    if sync == "lagged":
+        everywhere.append("optimizer.fused=true")
+    return [replace(leg, everywhere=tuple(everywhere), with_suite=tuple(with_suite)) for leg in legs]
 
 
 def plan(short: bool) -> list[Leg]:
@@ -239,7 +254,7 @@ def shared_overrides(overrides: Sequence[str]) -> list[str]:
 def main(cfg: DictConfig) -> int:
     """Run the parade as configured; 0 if everything was seen, named, answered and proved."""
     run = Path(cfg.run_dir).resolve()
-    legs = plan(cfg.parade.short)
+    legs = variant(plan(cfg.parade.short), cfg.parade.sync, cfg.parade.compile)
     wanted = cfg.parade.legs
     if wanted is not None:
         unknown = sorted(set(wanted) - {leg.name for leg in legs})

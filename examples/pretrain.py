@@ -34,7 +34,10 @@ def pretrain(cfg: DictConfig) -> L.Trainer:
     trainer: L.Trainer = build_trainer(cfg)
     # Directly before the first weight is drawn: with or without callbacks, a run starts from the same weights.
     L.seed_everything(cfg.seed, workers=True, verbose=False)
-    trainer.fit(HybridLMModule(*parts), datamodule=data)
+    module = HybridLMModule(*parts)
+    if cfg.compile is not None:
+        module.model.compile(backend=cfg.compile)
+    trainer.fit(module, datamodule=data)
     return trainer
 
 

@@ -31,6 +31,7 @@ class AdamWCosine:
         weight_decay: Of matrices; norms, biases, decays and the convolution's taps are not decayed.
         betas: Decay of the first and the second moment.
         eps: Added to the root of the second moment.
+        fused: One kernel for all parameters, which can also skip an update on the device; None leaves the choice to torch.
     """
 
     learning_rate: float
@@ -40,6 +41,7 @@ class AdamWCosine:
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
+    fused: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "eps"):
@@ -73,6 +75,7 @@ class AdamWCosine:
             lr=self.learning_rate,
             betas=tuple(self.betas),
             eps=self.eps,
+            fused=self.fused,
         )
 
 

@@ -92,11 +92,35 @@ class HostCopies:
         """Copy everything registered so far and wait until it has arrived."""
         if not self._targets:
             return
+        pairs: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+        for target, source in zip(self._targets, self._sources, strict=True):
+            targets, sources = pairs.setdefault(source.device, ([], []))
+            targets.append(target)
+            sources.append(source)
         with torch.no_grad():
-            torch._foreach_copy_(self._targets, self._sources, non_blocking=True)
-        for device in {s.device for s in self._sources if s.device.type not in ("cpu", "meta")}:
-            torch.get_device_module(device).synchronize(device)
+            for device, (targets, sources) in pairs.items():
+                _copy_to_host(device, targets, sources)
         self._targets, self._sources = [], []
+
+
+_SIDE_STREAMS: dict[torch.device, Any] = {}
+
+
+def _copy_to_host(device: torch.device, targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy, and wait for these copies alone: on a stream of their own where the device has streams."""
+    module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    if module is None or not hasattr(module, "Stream"):
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+        if module is not None:
+            module.synchronize(device)
+        return
+    if device not in _SIDE_STREAMS:
+        _SIDE_STREAMS[device] = module.Stream(device)
+    stream = _SIDE_STREAMS[device]
+    stream.wait_stream(module.current_stream(device))  # what computes the values comes first
+    with module.stream(stream):
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+    stream.synchronize()
 
 
 def copy_into(targets: list[Tensor], sources: list[Tensor]) -> None:

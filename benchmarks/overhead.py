@@ -1,0 +1,451 @@
+"""What the suite costs a training step, beside what people would use instead.
+
+The example's ``small`` model is trained by several Trainers of one process that take turns (see ``turns.py``): a block of
+steps of the bare Trainer, a block of the one with the suite or with a peer, and so on, so that whatever else the machine
+does slows both alike. Only one of them computes at any time; each has its own copy of the model and draws the same data.
+
+    ratio_median, ratio_interval  default suite / bare Trainer, wall time of a step: the median over pairs of neighbouring
+                                  blocks, and the 95 % bootstrap interval of that median
+    cpu_ratio_median, ..._interval  the same in processor time, which other processes disturb less
+    own_share                     time inside the suite's own code / time of a step, in the same run, both as processor time
+    own_ms, own_share_at_100ms    that time, and as a share of a step of 100 ms
+    host_syncs                    host reads of the signal path a step, counted on tensors that have no values
+    peers                         the ratio of each peer, with its interval in peers_interval
+    deep_probe                    time of one deep probe (deep_probe_ms) / its default interval / time of a step
+    first_step_ms                 time inside the suite's own code from the start of the fit to its first step, in a new
+                                  Trainer (imports apart), and of that the scan at step 0
+
+``--growth STEPS`` runs so many steps of a very small model with simulated losses instead, through the whole pipeline with a
+rotating journal: time and resident memory by tenths of the run. ``--scaling`` measures the suite's own time against the
+number of parameters (at equal count of tensors) and against the number of layers.
+
+Run it with ``python benchmarks/overhead.py [--rounds 60] [--json FILE] [--png FILE]``. The peers are Lightning's
+``SpikeDetection`` and ``detect_anomaly=True``, transformers' ``DebugUnderflowOverflow``, and the norm of every parameter's
+gradient in the manner of Composer's ``OptimizerMonitor``, each in every step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import os
+import resource
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from example import named_config
+from torch import Tensor, nn
+from turns import Instrument, Lane, OwnTime, ended, in_pairs, median_interval
+
+from lightning_sentinel import DeepProbe, default_callbacks
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+
+from hybrid_lm.datamodule import TextMixtureDataModule  # noqa: E402  # the examples are no installed package
+from hybrid_lm.module import AdamWCosine, HybridLMModule  # noqa: E402
+
+BLOCK = 4  # steps of one turn
+PROBE_EVERY = 4  # steps; what a probe costs is then divided by its default interval
+WARM_UP = 12  # steps of each lane that do not count
+FOREVER = 10_000_000
+
+Callbacks = Callable[[L.LightningModule], list[L.Callback]]
+
+# ---------------------------------------------------------------------------------------------------------- the peers
+
+
+class GradientNorms(L.Callback):
+    """The norm of each parameter's gradient and of all together, read in every step, as Composer's monitor does."""
+
+    @torch.no_grad()
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        norms = {
+            f"l2_norm/grad/{name}": torch.linalg.vector_norm(p.grad)
+            for name, p in pl_module.named_parameters()
+            if p.grad is not None
+        }
+        total = sum(norm**2 for norm in norms.values()) ** 0.5
+        self.last = {name: norm.item() for name, norm in norms.items()} | {"l2_norm/grad/global": float(total)}
+
+
+def spike_detection(module: L.LightningModule) -> list[L.Callback]:
+    from lightning.pytorch.callbacks.spike import SpikeDetection
+
+    # A spike would end the run; it looks all the same.
+    return [SpikeDetection(rtol=1e9, atol=1e9, finite_only=False)]
+
+
+def debug_underflow(module: L.LightningModule) -> list[L.Callback]:
+    from transformers.debug_utils import DebugUnderflowOverflow
+
+    module.debug_overflow = DebugUnderflowOverflow(module.model)  # type: ignore[assignment, arg-type]
+    return []
+
+
+# ---------------------------------------------------------------------------------------------------------- the lanes
+
+
+def trainer_of(callbacks: list[L.Callback], **options: Any) -> L.Trainer:
+    quiet: dict[str, Any] = {
+        "accelerator": "cpu",
+        "max_steps": FOREVER,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "limit_val_batches": 0,
+    }
+    return L.Trainer(callbacks=callbacks, **(quiet | options))
+
+
+def train(lane: Lane | None, callbacks: Callbacks, size: str = "small", **options: Any) -> None:
+    torch.manual_seed(0)
+    module = HybridLMModule(named_config(size), AdamWCosine(learning_rate=3e-3, total_steps=FOREVER))
+    added = callbacks(module)
+    trainer = trainer_of([*([lane.callback] if lane else []), *added], **options)
+    length = 256 if size == "small" else 64
+    data = TextMixtureDataModule(max_bytes=200_000, validation_sequences=0, sequence_length=length)
+    trainer.fit(module, datamodule=data)
+
+
+def suite(folder: Path, name: str, **options: Any) -> list[L.Callback]:
+    return default_callbacks(run_dir=folder / name, vocabulary_size=257, **options)
+
+
+def suite_lane(
+    folder: Path, name: str, change: Callable[[list[L.Callback]], list[L.Callback]] = list, **o: Any
+) -> Lane:
+    """The suite, with everything that it does timed."""
+    own = OwnTime(time.thread_time)  # what other processes take of the machine is not the suite's
+
+    def callbacks(module: L.LightningModule) -> list[L.Callback]:
+        made = change(suite(folder, name, **o))
+        return [*made, Instrument(made, own)]
+
+    return Lane(name, lambda lane: train(lane, callbacks), own=own)
+
+
+def often_probed(made: list[L.Callback]) -> list[L.Callback]:
+    return [DeepProbe(every_n_steps=PROBE_EVERY) if isinstance(c, DeepProbe) else c for c in made]
+
+
+def lanes(folder: Path) -> dict[str, Lane]:
+    anomaly = {
+        "resume": lambda: torch.autograd.set_detect_anomaly(True),
+        "pause": lambda: torch.autograd.set_detect_anomaly(False),
+    }
+    found = {
+        "suite": Lane("suite", lambda lane: train(lane, lambda m: suite(folder, "suite"))),
+        "timed": suite_lane(folder, "timed"),
+        "recover": suite_lane(folder, "recover", policy="recover"),
+        "SpikeDetection": Lane("SpikeDetection", lambda lane: train(lane, spike_detection)),
+        "detect_anomaly": Lane(
+            "detect_anomaly", lambda lane: train(lane, lambda m: [], detect_anomaly=True), **anomaly
+        ),
+        "DebugUnderflowOverflow": Lane("DebugUnderflowOverflow", lambda lane: train(lane, debug_underflow)),
+        "gradient norms": Lane("gradient norms", lambda lane: train(lane, lambda m: [GradientNorms()])),
+    }
+    found["deep probe"] = suite_lane(folder, "deep-probe", often_probed)
+    return found
+
+
+PEERS = ("SpikeDetection", "detect_anomaly", "DebugUnderflowOverflow", "gradient norms")
+
+
+def measure(rounds: int, folder: Path) -> dict[str, Any]:
+    bare, others = Lane("bare", lambda lane: train(lane, lambda m: [])), lanes(folder)
+    result: dict[str, Any] = {"load_before": os.getloadavg()[0], "rounds": rounds, "peers": {}, "peers_interval": {}}
+    with ended([bare, *others.values()]):
+        for lane in (bare, *others.values()):
+            lane.run(WARM_UP, count=False)
+        for name, lane in others.items():
+            if lane.own_time is not None:
+                lane.own_time.seconds.clear()
+                lane.own_time.calls.clear()
+            turns = rounds if name in ("suite", "timed") else max(8, rounds // 3)
+            wall, cpu = in_pairs(bare, lane, turns, BLOCK)
+            median, interval = median_interval(wall)
+            cpu_median, cpu_interval = median_interval(cpu)
+            print(
+                f"{name:24s} ratio {median:7.4f}  [{interval[0]:.4f}, {interval[1]:.4f}]   processor time {cpu_median:7.4f}"
+                f"  [{cpu_interval[0]:.4f}, {cpu_interval[1]:.4f}]",
+                flush=True,
+            )
+            if name in PEERS:
+                result["peers"][name], result["peers_interval"][name] = median, interval
+            elif name == "suite":
+                result |= {"ratio_median": median, "ratio_interval": interval}
+                result |= {"cpu_ratio_median": cpu_median, "cpu_ratio_interval": cpu_interval}
+            if lane.own_time is not None:
+                result |= {f"{name} own".replace(" ", "_"): own_of(lane)}
+    result["step_ms"] = 1e3 * float(np.median([s for b in bare.wall for s in b]))
+    result["step_cpu_ms"] = 1e3 * float(np.median([s for b in bare.cpu for s in b]))
+    result["load_after"] = os.getloadavg()[0]
+    own = result.pop("timed_own")
+    result |= {"own_share": own["share"], "own_ms": own["ms"], "own_share_at_100ms": own["ms"] / 100.0}
+    result["own_us_by_hook"] = own["us_by_hook"]
+    result["recover_own"] = {k: v for k, v in result["recover_own"].items() if k != "us_by_hook"}
+    probed = sum(us for hook, us in result.pop("deep_probe_own")["us_by_hook"].items() if hook.startswith("DeepProbe."))
+    result["deep_probe_ms"] = PROBE_EVERY * probed / 1e3
+    result["deep_probe"] = result["deep_probe_ms"] / DeepProbe().every_n_steps / result["step_cpu_ms"]
+    return result
+
+
+def own_of(lane: Lane) -> dict[str, Any]:
+    """Own time of the suite: the median over blocks, so that a block in which the machine was busy does not count."""
+    own = lane.own_time
+    assert own is not None
+    steps = sum(map(len, lane.wall))
+    per_block = np.array([seconds / len(block) for seconds, block in zip(lane.own, lane.wall, strict=True)])
+    share = np.array([seconds / sum(block) for seconds, block in zip(lane.own, lane.cpu, strict=True)])
+    hooks = {name: round(1e6 * seconds / steps, 1) for name, seconds in own.seconds.items()}
+    # A snapshot every 25 steps would be left out by a median over blocks of 4: the mean of all but the worst tenth.
+    kept = np.sort(per_block)[: max(1, math.ceil(0.9 * len(per_block)))]
+    return {
+        "ms": 1e3 * float(kept.mean()),
+        "median_ms": 1e3 * float(np.median(per_block)),
+        "share": float(np.sort(share)[: len(kept)].mean()),
+        "us_by_hook": dict(sorted(hooks.items(), key=lambda item: -item[1])),
+    }
+
+
+# ----------------------------------------------------------------------------------------------- the start of a fit
+
+
+def first_step(folder: Path, times: int = 5) -> dict[str, float]:
+    """Own time from the start of a fit to its first step, in milliseconds; the scan of the parameters at step 0 apart."""
+    totals, scans = [], []
+    for i in range(times + 1):
+        own = OwnTime()
+        made = suite(folder, f"start-{i}")
+        before = OwnTime()
+        for callback in made:
+            if hasattr(callback, "_scan_state"):
+                callback._scan_state = before.timed("scan", callback._scan_state)  # type: ignore[method-assign]
+
+        class Ends(L.Callback):
+            def on_train_batch_start(self, *args: Any) -> int:
+                own.on = False  # noqa: B023
+                return -1
+
+        train(None, lambda m: [*made, Instrument(made, own, start=True), Ends()], max_steps=1)  # noqa: B023
+        totals.append(own.total - before.total)
+        scans.append(before.total)
+    return {"first_step_ms": 1e3 * float(np.median(totals[1:])), "scan_ms": 1e3 * float(np.median(scans[1:]))}
+
+
+# ---------------------------------------------------------------------------------------------------------- host reads
+
+
+def host_syncs() -> dict[str, int]:
+    """Host reads of the signal path a step, by the test that counts them."""
+    import pytest
+
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "performance")]
+    from test_performance_sync import Everything
+
+    found = {}
+    for sync, mode in (("gate", "recover"), ("lagged", "guard")):
+        with pytest.MonkeyPatch.context() as patch:
+            everything = Everything(sync, mode, patch)
+            everything.telemetry.on_train_start(everything.trainer, everything.module)
+            patch.setattr(type(everything.trainer), "is_last_batch", property(lambda t: False))
+            for _ in range(10):
+                everything.one_step()
+            found[sync] = everything.reads // 10
+    return found
+
+
+# -------------------------------------------------------------------------------------------------- growth and scaling
+
+
+class Simulated(L.LightningModule):
+    """A model of ``layers`` linear layers whose loss is a simulated curve: slow descent, noise, now and then a jump."""
+
+    def __init__(self, layers: int = 1, width: int = 4, steps: int = 0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        rng = np.random.default_rng(0)
+        self.curve = (2.0 + 3.0 / np.sqrt(1.0 + np.arange(steps) / 500.0) + 0.05 * rng.standard_normal(steps)).tolist()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        h = batch
+        for block in self.blocks:
+            h = block(h)
+        return h.square().mean() * 0.0 + (self.curve[self.global_step] if self.curve else h.square().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
+class Rows:
+    """The same few numbers over and over, with a cursor."""
+
+    def __init__(self, width: int = 4) -> None:
+        self.rows, self.position = torch.randn(64, 2, width, generator=torch.Generator().manual_seed(0)), 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while True:
+            self.position += 1
+            yield self.rows[self.position % len(self.rows)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+class Growth(L.Callback):
+    """Seconds and resident bytes after each tenth of the run."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.every = steps // 10
+        self.seconds: list[float] = []
+        self.resident: list[int] = []
+        self.begin = 0.0
+
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step % self.every == 0:
+            now = time.process_time()
+            if trainer.global_step:
+                self.seconds.append((now - self.begin) / self.every)
+                self.resident.append(resident_bytes())
+            self.begin = now
+
+
+def resident_bytes() -> int:
+    status = Path("/proc/self/statm")
+    if status.exists():
+        return int(status.read_text().split()[1]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def growth(steps: int, folder: Path) -> dict[str, Any]:
+    from lightning_sentinel import RunJournal
+
+    meter = Growth(steps)
+    made = [c for c in suite(folder, "growth") if not isinstance(c, RunJournal)]
+    journal = RunJournal(folder / "growth", max_bytes=4 * 2**20, report=False)
+    trainer = trainer_of([meter, journal, *made], max_steps=steps + 1)
+    trainer.fit(Simulated(steps=steps + 1), Rows())
+    files = sorted((folder / "growth" / "journal").glob("*.jsonl"))
+    return {
+        "steps": steps,
+        "us_per_step_by_tenth": [round(1e6 * s, 1) for s in meter.seconds],
+        "resident_mib_by_tenth": [round(r / 2**20, 1) for r in meter.resident],
+        "journal_files": len(files),
+        "journal_bytes_per_step": round(sum(f.stat().st_size for f in files) / steps, 1),
+    }
+
+
+def own_us(module: L.LightningModule, width: int, folder: Path, name: str, steps: int = 150) -> float:
+    """Own processor time of the suite in a step, microseconds: the median of the blocks of ten."""
+    own, blocks = OwnTime(time.thread_time), []
+    made = [c for c in suite(folder, name, policy="observe") if type(c).__name__ != "Rollback"]
+
+    class Blocks(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+            if trainer.global_step % 10 == 0:
+                blocks.append(own.total)
+
+    trainer = trainer_of([Blocks(), *made, Instrument(made, own)], max_steps=steps)
+    trainer.fit(module, Rows(width))
+    return 1e5 * float(np.median(np.diff(blocks[2:])))
+
+
+def scaling(folder: Path) -> dict[str, Any]:
+    layers = {n: own_us(Simulated(n, 64), 64, folder, f"layers-{n}") for n in (1, 8, 32, 128, 256)}
+    widths = {w: own_us(Simulated(8, w), w, folder, f"width-{w}") for w in (64, 256, 512, 1024, 2048)}
+    return {
+        "own_us_by_layers": {n: round(us, 1) for n, us in layers.items()},
+        "own_us_by_parameters": {8 * (w * w + w): round(us, 1) for w, us in widths.items()},
+        "us_per_layer": round(slope(layers), 2),
+        "us_per_million_parameters": round(1e6 * slope({8 * (w * w + w): us for w, us in widths.items()}), 1),
+    }
+
+
+def slope(points: dict[int, float]) -> float:
+    """Least-squares slope."""
+    return float(np.polyfit(list(points), list(points.values()), 1)[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------- output
+
+
+def picture(result: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [("the default suite", result["ratio_median"], result["ratio_interval"], "#1f6f8b")]
+    rows += [(name, result["peers"][name], result["peers_interval"][name], "#9a9a9a") for name in PEERS]
+    rows.sort(key=lambda row: row[1])
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), width_ratios=[3, 2])
+    for y, (name, median, (low, high), colour) in enumerate(rows):
+        left.plot([100 * (low - 1), 100 * (high - 1)], [y, y], color=colour, lw=5, alpha=0.45, solid_capstyle="round")
+        left.plot(100 * (median - 1), y, "o", color=colour, ms=7)
+        left.annotate(f"{100 * (median - 1):+.1f} %", (100 * (high - 1), y), (8, -4), textcoords="offset points")
+        del name
+    left.set_yticks(range(len(rows)), [name for name, *_ in rows])
+    left.axvline(0, color="black", lw=0.8)
+    left.axvline(1, color="#c1440e", lw=0.8, ls=":")
+    left.set_xscale("symlog", linthresh=5)
+    left.set_xlim(-5, max(150.0, 130 * (rows[-1][2][1] - 1)))
+    left.set_xlabel("added to a step, % (median and its 95 % interval); dotted: 1 %")
+    hooks = list(result["own_us_by_hook"].items())[:8][::-1]
+    right.barh([n for n, _ in hooks], [us for _, us in hooks], color="#1f6f8b")
+    right.set_xlabel(f"own time, µs a step (all: {1e3 * result['own_ms']:.0f} µs)")
+    right.tick_params(axis="y", labelsize=7)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--rounds", type=int, default=60, help=f"pairs of blocks of {BLOCK} steps; peers a third")
+    arguments.add_argument("--growth", type=int, metavar="STEPS", help="instead: so many steps of a very small model")
+    arguments.add_argument("--scaling", action="store_true", help="instead: own time by layers and by parameters")
+    arguments.add_argument("--json", type=Path, help="write the numbers to this file too")
+    arguments.add_argument("--png", type=Path, help="draw them into this file")
+    options = arguments.parse_args()
+    if options.rounds < 2 or (options.growth is not None and options.growth < 10):
+        arguments.error("--rounds must be at least 2 and --growth at least 10.")
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning_sentinel"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        if options.growth is not None:
+            result = growth(options.growth, Path(folder))
+        elif options.scaling:
+            result = scaling(Path(folder))
+        else:
+            result = measure(options.rounds, Path(folder)) | first_step(Path(folder)) | {"host_syncs": host_syncs()}
+    for name, value in result.items():
+        print(f"{name:28s} {value if not isinstance(value, float) else round(value, 4)}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    if options.png is not None and "peers" in result:
+        picture(result, options.png)
+
+
+if __name__ == "__main__":
+    main()
