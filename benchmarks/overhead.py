@@ -36,7 +36,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +164,9 @@ def lanes(folder: Path) -> dict[str, Lane]:
 PEERS = ("SpikeDetection", "detect_anomaly", "DebugUnderflowOverflow", "gradient norms")
 
 
-def measure(rounds: int, folder: Path) -> dict[str, Any]:
-    bare, others = Lane("bare", lambda lane: train(lane, lambda m: [])), lanes(folder)
+def measure(rounds: int, folder: Path, only: Sequence[str] | None = None) -> dict[str, Any]:
+    bare = Lane("bare", lambda lane: train(lane, lambda m: []))
+    others = {name: lane for name, lane in lanes(folder).items() if only is None or name in only}
     result: dict[str, Any] = {"load_before": os.getloadavg()[0], "rounds": rounds, "peers": {}, "peers_interval": {}}
     with ended([bare, *others.values()]):
         for lane in (bare, *others.values()):
@@ -193,13 +194,16 @@ def measure(rounds: int, folder: Path) -> dict[str, Any]:
     result["step_ms"] = 1e3 * float(np.median([s for b in bare.wall for s in b]))
     result["step_cpu_ms"] = 1e3 * float(np.median([s for b in bare.cpu for s in b]))
     result["load_after"] = os.getloadavg()[0]
-    own = result.pop("timed_own")
-    result |= {"own_share": own["share"], "own_ms": own["ms"], "own_share_at_100ms": own["ms"] / 100.0}
-    result["own_us_by_hook"] = own["us_by_hook"]
-    result["recover_own"] = {k: v for k, v in result["recover_own"].items() if k != "us_by_hook"}
-    probed = sum(us for hook, us in result.pop("deep_probe_own")["us_by_hook"].items() if hook.startswith("DeepProbe."))
-    result["deep_probe_ms"] = PROBE_EVERY * probed / 1e3
-    result["deep_probe"] = result["deep_probe_ms"] / DeepProbe().every_n_steps / result["step_cpu_ms"]
+    if "timed_own" in result:
+        own = result.pop("timed_own")
+        result |= {"own_share": own["share"], "own_ms": own["ms"], "own_share_at_100ms": own["ms"] / 100.0}
+        result |= {"own_median_ms": own["median_ms"], "own_us_by_hook": own["us_by_hook"]}
+    if "recover_own" in result:
+        result["recover_own"] = {k: v for k, v in result["recover_own"].items() if k != "us_by_hook"}
+    if "deep_probe_own" in result:
+        hooks = result.pop("deep_probe_own")["us_by_hook"]
+        result["deep_probe_ms"] = PROBE_EVERY * sum(us for n, us in hooks.items() if n.startswith("DeepProbe.")) / 1e3
+        result["deep_probe"] = result["deep_probe_ms"] / DeepProbe().every_n_steps / result["step_cpu_ms"]
     return result
 
 
@@ -421,6 +425,7 @@ def picture(result: dict[str, Any], path: Path) -> None:
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--rounds", type=int, default=60, help=f"pairs of blocks of {BLOCK} steps; peers a third")
+    arguments.add_argument("--lanes", nargs="+", help="only these beside the bare Trainer, e.g. suite timed")
     arguments.add_argument("--growth", type=int, metavar="STEPS", help="instead: so many steps of a very small model")
     arguments.add_argument("--scaling", action="store_true", help="instead: own time by layers and by parameters")
     arguments.add_argument("--json", type=Path, help="write the numbers to this file too")
@@ -438,12 +443,14 @@ def main() -> None:
         elif options.scaling:
             result = scaling(Path(folder))
         else:
-            result = measure(options.rounds, Path(folder)) | first_step(Path(folder)) | {"host_syncs": host_syncs()}
+            result = measure(options.rounds, Path(folder), options.lanes)
+            if options.lanes is None:
+                result |= first_step(Path(folder)) | {"host_syncs": host_syncs()}
     for name, value in result.items():
         print(f"{name:28s} {value if not isinstance(value, float) else round(value, 4)}")
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
-    if options.png is not None and "peers" in result:
+    if options.png is not None and {*PEERS} <= {*result.get("peers", ())}:
         picture(result, options.png)
 
 

@@ -229,3 +229,14 @@ def test_the_suite_finds_the_same_whether_or_not_the_journal_tells_what_was_inje
         (30, "infrastructure", ["module:model.layers.2", "rank:0"], ["retry_step"]),
         (41, "data", ["cursor"], ["rollback_replay"]),
     ]
+
+
+def test_a_variant_changes_every_leg_and_the_suite_only_where_it_is() -> None:
+    legs = {leg.name: leg for leg in parade.variant(parade.plan(short=True), "lagged", "eager")}
+    assert all({"compile=eager", "optimizer.fused=true"} <= set(leg.command(Path("r"), [])) for leg in legs.values())
+    with_sync = {n for n, leg in legs.items() if "callbacks.rank_telemetry.sync=lagged" in leg.command(Path("r"), [])}
+    assert with_sync == {name for name, leg in legs.items() if leg.suite}
+    plain = parade.variant(parade.plan(short=True), "gate", None)
+    assert [leg.command(Path("r"), []) for leg in plain] == [
+        leg.command(Path("r"), []) for leg in parade.plan(short=True)
+    ]
