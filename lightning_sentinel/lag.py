@@ -81,6 +81,7 @@ class _Unread:
     transfer: Transfer
     shape: tuple[int, int]
     flagged: bool  # the last number says whether the update was kept out
+    judged: bool = False  # it has been read before, and nothing followed from it
 
 
 class Lag:
@@ -193,13 +194,17 @@ class Lag:
             wrong = wrong | (rows[:, INVALID] > 0).any()
         return wrong
 
-    def arrived(self) -> tuple[Facts, NDArray[np.float64], bool]:
-        """The earlier step's facts and rows, and whether its update was kept out on the device."""
+    def arrived(self) -> tuple[Facts, NDArray[np.float64], bool, bool]:
+        """The earlier step's facts and rows, whether its update was kept out, and whether it has been judged before.
+
+        That is so after going back to a point at which it was unread: the detectors have to see it again, nobody else.
+        """
         unread, self.earlier = self.earlier, None
         assert unread is not None
+        again, unread.judged = unread.judged, True
         flat = unread.transfer.read()
         rows = flat[: unread.shape[0] * unread.shape[1]].reshape(unread.shape).copy()
-        return unread.facts, rows, unread.flagged and bool(flat[-1])
+        return unread.facts, rows, unread.flagged and bool(flat[-1]), again
 
     def go_back(self, step: int | None) -> None:
         """After a rollback: the record that was unread at the restore point is to be read again."""

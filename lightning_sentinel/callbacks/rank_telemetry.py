@@ -325,14 +325,17 @@ class RankTelemetry(SentinelCallback):
     def _judge_earlier(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer | None) -> None:
         """The record of the step before this one, whose update is in or was kept out on the device."""
         context = self.context(trainer)
-        facts, values, kept_out = self.lag.arrived()
+        facts, values, kept_out, again = self.lag.arrived()
         while context.history and context.history[-1].step >= facts.step:
             context.history.pop()  # a rollback has gone back to before this record was read
         record = self._record(trainer, facts, values)
         findings = self._findings(trainer, record, facts)
         applied = facts.has_grads and not kept_out
-        quiet = not any(f.severity is Severity.INCIDENT for f in findings)
+        quiet = again or not any(f.severity is Severity.INCIDENT for f in findings)
         self._count(context, record, applied, quiet=quiet)
+        if again:
+            context.record = None
+            return
         self._rows.append((record, applied, context.applied_steps, facts.epoch, facts.batch_idx))
         response = next((c for c in trainer.callbacks if hasattr(c, "decide")), None)  # type: ignore[attr-defined]
         if response is not None:
