@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 import lightning.pytorch as L
 from torch import nn
 
+from lightning_sentinel.context import context_of
+
 from .world import World, loader, warm_world
 
 AT = 44  # step of the first strike: the detectors have a history and the run has snapshots
@@ -25,6 +27,7 @@ class Case(L.Callback):
         duration: Steps on which it strikes; None for all that follow.
         patience: Steps after the first strike until the case is given up as not found.
         named: What has to be named, filled as the fault strikes.
+        passing: True for an event that a second pass over its step does not meet again.
         instead: What may be named in its place: the samples that were hurt, where only their source tells all.
     """
 
@@ -34,12 +37,14 @@ class Case(L.Callback):
     duration: ClassVar[int | None] = 1
     patience: ClassVar[int] = 30
     fp16: ClassVar[bool] = False
+    passing: ClassVar[bool] = False
     at: int = AT
 
     def __init__(self, seed: int, world_size: int = 1) -> None:
         self.seed, self.world_size = seed, world_size
         self.rank = self.ranks[world_size]
         self.named: set[str] = set(self.culprits)
+        self.attempt: int | None = None
         self.instead: set[str] = set()
         self.fired = 0
 
@@ -68,6 +73,10 @@ class Case(L.Callback):
         step = trainer.global_step
         due = self.at <= step and (self.duration is None or step < self.at + self.duration)
         due = due and self.rank in (None, trainer.global_rank)
+        attempt = context_of(trainer).attempt
+        if due and self.passing:
+            self.attempt = attempt if self.attempt is None else self.attempt
+            due = self.attempt == attempt
         pl_module.armed = due
         if due:
             self.fired += 1

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hybrid_lm import gated_delta
 from hybrid_lm.model import Attention, FeedForward, GatedDeltaNet, Layout, RMSNorm, rotate
@@ -496,6 +497,8 @@ class OptimizerCorruption(Case):
 
     kind, culprits, ranks = "optimization", ("optimizer:exp_avg_sq",), ALL
 
+    passing = True
+
     def strike(self, trainer: Any, world: World, batch: Any) -> None:
         for state in trainer.optimizers[0].state.values():
             state["exp_avg_sq"].fill_(1e-14)
@@ -505,6 +508,8 @@ class NegativeMoments(Case):
     """Some second moments are negative, as after a bad conversion of a checkpoint."""
 
     kind, culprits = "optimization", ("optimizer:exp_avg_sq",)
+
+    passing = True
 
     def strike(self, trainer: Any, world: World, batch: Any) -> None:
         for state in trainer.optimizers[0].state.values():
@@ -550,6 +555,8 @@ class WeightBitFlip(Case):
 
     kind, ranks = "infrastructure", SECOND
 
+    passing = True
+
     def strike(self, trainer: Any, world: World, batch: Any) -> None:
         weight = world.get_parameter(("model.head.weight", FFN + ".up.weight", MIXER + ".out.weight")[self.seed % 3])
         flat = weight.data.view(-1).view(torch.int32)
@@ -562,6 +569,8 @@ class BadRank(Case):
 
     kind, ranks = "infrastructure", {2: 1}
     culprits = ("rank:1",)
+
+    passing = True
 
     def strike(self, trainer: Any, world: World, batch: Any) -> None:
         weight = world.model.head.weight
@@ -583,6 +592,8 @@ class PoisonedBuffer(Case):
 
     kind, culprits = "infrastructure", ("buffer:model.norm.running_var",)
 
+    passing = True
+
     def world(self) -> World:
         world = super().world()
         norm = become(world.model.norm, _FrozenStatistics)
@@ -599,6 +610,8 @@ class PoisonedEma(Case):
     """The averaged copy of the output layer, which the loss is tied to, is overwritten."""
 
     kind, culprits = "infrastructure", ("buffer:ema.weight",)
+
+    passing = True
 
     def world(self) -> World:
         world = super().world()
@@ -664,15 +677,25 @@ class PoorInitialization(Case):
 
 
 class ScaledRank(Case):
-    """One rank's gradients are scaled before they are reduced."""
+    """One rank's gradients are scaled before they are reduced: on the parameters, or in the communication hook."""
 
     kind, culprits, ranks, duration, patience = "infrastructure", ("rank:1",), {2: 1}, None, 50
 
     def world(self) -> World:
         world = super().world()
-        for p in world.parameters():
-            p.register_hook(lambda g: g * -12.0 if world.armed else g)
+        if self.seed % 2 == 0:
+            for p in world.parameters():
+                p.register_hook(lambda g: g * -12.0 if world.armed else g)
         return world
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        def scaled(state: Any, bucket: Any) -> Any:
+            factor = -12.0 if pl_module.armed else 1.0
+            tensor = bucket.buffer().mul_(factor / dist.get_world_size())
+            return dist.all_reduce(tensor, async_op=True).get_future().then(lambda done: done.value()[0])
+
+        if self.seed % 2:
+            trainer.model.register_comm_hook(None, scaled)
 
 
 class StaleRank(Case):
@@ -719,7 +742,7 @@ class ReductionOverflow(Case):
     """Gradients are exchanged in float16; every rank's own gradient is finite and too large for that."""
 
     kind, ranks = "numerics", {2: None}
-    culprits = ()
+    culprits = ("parameter:model.embedding.weight",)
 
     def world(self) -> World:
         world = super().world()
@@ -730,6 +753,9 @@ class ReductionOverflow(Case):
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
         trainer.model.register_comm_hook(None, fp16_compress_hook)
+        # Whatever lies before the module has such gradients; each of them overflows in the exchange.
+        before = ("model.embedding.", "model.layers.0.")
+        self.instead = {f"parameter:{n}" for n, _ in pl_module.named_parameters() if n.startswith(before)}
 
 
 FAULTS: Mapping[str, type[Case]] = {

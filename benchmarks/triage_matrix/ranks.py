@@ -16,12 +16,19 @@ WORLD = 2
 ROOT = Path(__file__).parents[1]
 
 
-def run_together(cases: Sequence[tuple[str, int]], file: Path, timeout: float = 1800.0) -> list[dict[str, Any]]:
-    """Outcomes of these cases on two ranks, as rank 0 wrote them down. A case that crashed is one with ``error``."""
+def start_together(module: str, arguments: Sequence[str], folder: Path = ROOT, timeout: float = 1800.0) -> list[int]:
+    """Run ``python -m MODULE ARGUMENTS`` in two processes of one group; their exit codes.
+
+    Args:
+        module: Module with a ``main``, found in ``folder`` or beside this package.
+        arguments: The same for both.
+        folder: Where the module is.
+        timeout: Seconds after which both are ended.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    paths = os.pathsep.join([str(ROOT), str(ROOT.parent / "examples"), os.environ.get("PYTHONPATH", "")])
+    own = [str(folder), str(ROOT), str(ROOT.parent / "examples"), os.environ.get("PYTHONPATH", "")]
     processes = []
     for rank in range(WORLD):
         environment = os.environ | {
@@ -31,18 +38,23 @@ def run_together(cases: Sequence[tuple[str, int]], file: Path, timeout: float = 
             "NODE_RANK": "0",
             "WORLD_SIZE": str(WORLD),
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": paths,
+            "PYTHONPATH": os.pathsep.join(own),
         }
-        command = [sys.executable, "-m", "triage_matrix.ranks", str(file), *(f"{n}:{s}" for n, s in cases)]
+        command = [sys.executable, "-m", module, *arguments]
         processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
     try:
-        codes = [p.wait(timeout=timeout) for p in processes]
+        return [p.wait(timeout=timeout) for p in processes]
     finally:
         for p in processes:
             p.kill()
+
+
+def run_together(cases: Sequence[tuple[str, int]], file: Path, timeout: float = 1800.0) -> list[dict[str, Any]]:
+    """Outcomes of these cases on two ranks, as rank 0 wrote them down."""
+    codes = start_together("triage_matrix.ranks", [str(file), *(f"{n}:{s}" for n, s in cases)], timeout=timeout)
     outcomes = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    if any(codes) and len(outcomes) < len(cases):
-        name, seed = cases[len(outcomes)]
+    if any(codes) or len(outcomes) < len(cases):
+        name, seed = cases[min(len(outcomes), len(cases) - 1)]
         raise RuntimeError(f"case {name}, seed {seed}, ended the processes with exit codes {codes}")
     return outcomes
 

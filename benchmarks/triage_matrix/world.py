@@ -69,7 +69,9 @@ def sources(seed: int) -> list[MarkovSource]:
 def loader(seed: int, part: int = 1, weights: Any = None) -> MixtureLoader:
     """The training stream; ``part`` 0 is what the warm weights have seen."""
     weights = weights or (WEIGHTS if part else WARM_WEIGHTS)
-    return MixtureLoader(sources(seed), weights, BATCH, seed=1000 * part + seed)
+    # The warm weights are every rank's own computation: all of it on the same data.
+    place = {} if part else {"rank": 0, "world_size": 1}
+    return MixtureLoader(sources(seed), weights, BATCH, seed=1000 * part + seed, **place)
 
 
 class World(HybridLMModule):

@@ -332,10 +332,15 @@ class Computation(Ladder):
             if end is None:
                 return None
             ends.append(end.loss)
+        main, said = self.main, size
+        if main is not None and main.grads is not None and main.micro_batches == there.micro_batches:
+            # What the run itself computed, hooks on its parameters included, along the direction that was measured.
+            along = [float((main.grads[n].double() * g.double()).sum()) for n, g in grads.items() if n in main.grads]
+            said = sum(along) / size
         # The gradient is of the losses as they go into the backward, each divided by the accumulation.
         count = max(len(there.losses), 1)
         divided = self.trainer.accumulate_grad_batches if self.module.automatic_optimization else 1
-        return Slope(size, (ends[0] - ends[1]) / (2.0 * step) * count / divided)
+        return Slope(said, (ends[0] - ends[1]) / (2.0 * step) * count / divided)
 
     def _wrong_modules(self) -> list[str]:
         """Watched modules whose backward, alone, disagrees with a finite difference; on every rank the same list."""

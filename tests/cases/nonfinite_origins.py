@@ -1,4 +1,4 @@
-"""Public reports whose non-finite value hides or shows in the wrong place: the origin is named, with the sample."""
+"""Public reports whose non-finite value hides or shows in the wrong place, in one small network, and what must be named."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import lightning as L
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -76,19 +75,8 @@ class Case(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), 1e-3)
 
 
-@pytest.mark.parametrize(
-    ("mixer", "loss_is_finite", "phase", "operator"),
-    [
-        (Hidden, True, "forward", "aten._softmax.default"),
-        (Divided, True, "backward", "aten.div.Tensor"),
-        (Decay, False, "forward", "aten.exp.default"),
-        (Kernel, True, "backward", "aten.scalar_tensor.default"),
-    ],
-    ids=["masked-row", "where-branch", "gdn-decay", "silent-kernel"],
-)
-def test_the_origin_and_not_the_symptom_is_named(
-    mixer: type[nn.Module], loss_is_finite: bool, phase: str, operator: str
-) -> None:
+def assert_named(mixer: type[nn.Module], *, loss_is_finite: bool, phase: str, operator: str) -> dict[str, Any]:
+    """Train three steps; sample 10, in step 2, is bad. Operator, module and sample are named; gives the operator's input."""
     x, bad = torch.randn(16, 16, generator=torch.Generator().manual_seed(0)), torch.zeros(16)
     bad[10] = 1.0  # step 2, second sample of four in order
     tracer, telemetry = (
@@ -115,5 +103,4 @@ def test_the_origin_and_not_the_symptom_is_named(
     assert report.samples == (sample_ids([x[8:12], bad[8:12]])[2],)
     if phase == "backward":  # what came into the operator was finite
         assert all(i["nonfinite"] == 0 for i in report.inputs)
-    if mixer is Decay:
-        assert report.inputs[0]["finite_max"] == pytest.approx(15 * 30.1, rel=1e-5)
+    return report.inputs[0] if report.inputs else {}

@@ -1,0 +1,154 @@
+"""Each verdict's answer in a real run: a fault for which it is right, the recovery, and the distance to the clean path."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from sentinel_kit import Sink, make_trainer
+from triage_matrix.fault import Case
+from triage_matrix.faults import FAULTS
+from triage_matrix.run import suite
+
+from lightning_sentinel import IncidentResponse
+from lightning_sentinel.callbacks.incident_response import EXIT_CODE_STOPPED, TrainingStopped
+from lightning_sentinel.context import context_of
+from lightning_sentinel.incidents import Incident, IncidentStatus
+
+pytestmark = pytest.mark.slow
+STEPS, NEWEST = 66, 6
+
+
+@pytest.fixture(autouse=True)
+def third_party_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@dataclass
+class Run:
+    """What a run left: its incidents, the losses of its path, its weights, what was said at its end."""
+
+    incidents: list[Incident]
+    losses: dict[int, float]
+    weights: dict[str, torch.Tensor]
+    sink: Sink
+    excluded: frozenset[str] = frozenset()
+    last_words: str = ""
+    exit_code: int | None = None
+    actions: list[str] = field(default_factory=list)
+
+
+def go(name: str, strikes: bool = True, steps: int = STEPS, case: Case | None = None, **options: Any) -> Run:
+    case = case or FAULTS[name](0, 1)
+    L.seed_everything(0, verbose=False)
+    world, stream = case.world(), case.loader()
+    if not strikes:
+        case.at = 10**9
+    response = IncidentResponse(mode="recover", probation_steps=8, **options)
+    callbacks = [response if isinstance(c, IncidentResponse) else c for c in suite()]
+    clip = None if case.fp16 else 1.0
+    trainer, sink = make_trainer([case, *callbacks], max_steps=steps, gradient_clip_val=clip, **case.options())
+    words, code = "", None
+    try:
+        trainer.fit(world, stream)
+    except TrainingStopped as stopped:
+        words, code = str(stopped), int(stopped.code or 0)
+    context = context_of(trainer)
+    weights = {n: v.detach().clone() for n, v in world.state_dict().items()}
+    found = Run(list(context.incidents), {e["step"]: e["loss"] for e in sink.steps()}, weights, sink)
+    found.excluded = frozenset() if context.ledger is None else frozenset(context.ledger.active)
+    found.last_words, found.exit_code = words, code
+    found.actions = [a["action"] for i in found.incidents for a in i.actions]
+    return found
+
+
+@lru_cache(maxsize=4)
+def clean(name: str) -> Run:
+    return go(name, strikes=False)
+
+
+def distance(run: Run, other: Run) -> tuple[float, float]:
+    """From the clean path: the largest difference of a weight, and of the mean loss of the newest steps, in nats."""
+    far = max(float((run.weights[n].double() - w.double()).abs().max()) for n, w in other.weights.items())
+    newest = [sum(r.losses[s] for s in range(STEPS - NEWEST, STEPS)) / NEWEST for r in (run, other)]
+    return far, abs(newest[0] - newest[1])
+
+
+# fault, overrides of the ladders, the answers, whether the path is the clean one to the bit
+EXERCISED: list[tuple[str, Mapping[str, Any], list[str], bool]] = [
+    ("out_of_range_token", {}, ["quarantine"], False),
+    ("corrupt_batch", {}, ["skip_step"], False),
+    ("nan_forward", {}, ["skip_step"], False),
+    ("transient_nan", {}, ["retry_step"], True),
+    ("transient_garbage", {}, ["retry_step"], True),
+    ("learning_rate_spike", {}, ["rollback_replay"], True),
+    ("optimizer_corruption", {}, ["rollback_replay"], True),
+    ("poisoned_buffer", {}, ["rollback_replay"], True),
+    ("hard_valid_batch", {}, [], False),
+]
+
+
+@pytest.mark.parametrize(("name", "ladders", "actions", "exact"), EXERCISED, ids=[e[0] for e in EXERCISED])
+def test_the_answer_brings_the_run_back(name: str, ladders: Mapping[str, Any], actions: list[str], exact: bool) -> None:
+    run = go(name, ladders=ladders)
+    assert run.actions == actions
+    assert [i.status for i in run.incidents] == [IncidentStatus.RECOVERED]
+    path_z = run.incidents[0].path_z
+    assert path_z is not None
+    assert abs(path_z) <= 4.0
+    far, nats = distance(run, clean(name) if name == "poisoned_buffer" else clean("corrupt_batch"))
+    if exact:
+        assert (far, nats) == (0.0, 0.0)
+    else:
+        assert 0.0 < far < 0.1
+        assert nats < 0.05
+    if name == "hard_valid_batch":
+        assert run.excluded == frozenset()
+
+
+def test_a_source_that_has_changed_is_left_out() -> None:
+    run = go("level_shift")
+    assert "rollback_skip" in run.actions
+    assert "source:prose" in run.excluded
+    assert run.incidents[-1].status is IncidentStatus.RECOVERED
+    assert run.losses[STEPS - 1] < 1.5
+
+
+def test_an_update_that_is_planned_too_large_is_made_smaller() -> None:
+    # Going back meets the same plan again; the temporary reduction is what helps.
+    run = go(
+        "no_warmup", lr_factor=0.02, lr_steps=60, ladders={"optimization/lr": ["rollback_replay", "reduce_lr", "stop"]}
+    )
+    assert run.actions[:2] == ["rollback_replay", "reduce_lr"]
+    assert run.last_words == ""
+
+
+def test_a_loss_scale_far_too_high_is_lowered_at_once() -> None:
+    ladders = {"numerics/scale": ["lower_loss_scale", "skip_step", "skip_step", "skip_step", "skip_step", "stop"]}
+    run = go("fp16_collapse", ladders=ladders, steps=60)
+    assert run.actions[0] == "lower_loss_scale"
+    assert run.incidents[0].verdict.culprits == ("module:model.layers.0.ffn",)
+
+
+def test_when_the_budget_is_spent_the_run_stops_with_the_history_in_its_last_words() -> None:
+    run = go("exploding_residual", steps=120, budgets={"rollback_skip": 1, "rollback_replay": 1, "skip_step": 2})
+    assert run.exit_code == EXIT_CODE_STOPPED == 77
+    words = run.last_words
+    last = run.incidents[-1]
+    assert f"incident {last.number} ({last.verdict.kind}" in words
+    assert "module:model.layers.1.mixer" in words
+    told = [a["action"] for a in last.actions]
+    assert told[-1] == "stop"
+    assert all(f"{a['action']} ({a['reason']})" in words for a in last.actions)
+    assert words.endswith("Exit code 77.")
+    assert all(torch.isfinite(w).all() for w in run.weights.values())
+    assert math.isfinite(run.losses[max(run.losses)])

@@ -1,0 +1,71 @@
+"""A real part of the matrix of faults: every fault once on one rank, those of a rank on two. All seeds: the benchmark."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from triage_matrix.faults import FAULTS, plan
+from triage_matrix.ranks import run_together
+from triage_matrix.run import grade, run_case
+
+SEED = 0
+OF_A_RANK = ("bad_rank", "flaky_rank", "scaled_rank", "stale_rank", "transient_garbage", "reduction_overflow")
+
+
+@pytest.fixture(autouse=True)
+def third_party_warnings() -> Any:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's about a short run without workers, and the replay's about itself
+        yield
+
+
+def test_the_matrix_is_large_enough() -> None:
+    assert len(FAULTS) >= 24
+    assert {"hard_valid_batch", "mixture_shift", "duplicated_data", "straggler"} <= set(FAULTS)
+    assert {r for _, _, r in plan()} == {1, 2}
+    assert len(plan()) > 150
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n, _, r in plan(seeds=[SEED]) if r == 1])
+def test_the_verdict_and_the_culprit_are_right(name: str) -> None:
+    outcome = run_case(name, SEED)
+    assert outcome.fired > 0 or name in ("mixture_shift", "cursor_rewind")  # those are in the loader
+    assert outcome.outcome == "right", outcome
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_rank_at_fault_is_named(tmp_path: Path) -> None:
+    outcomes = run_together([(name, SEED) for name in OF_A_RANK], tmp_path / "outcomes.jsonl", timeout=280)
+    assert {o["name"]: o["outcome"] for o in outcomes} == dict.fromkeys(OF_A_RANK, "right")
+    of_reduction = outcomes[-1]["sentence"]
+    assert "Every rank's own gradient is finite; their reduction in float16 is not" in of_reduction
+
+
+@pytest.mark.parametrize(
+    ("expected", "named", "kind", "culprits", "outcome"),
+    [
+        ("data", {"sample:a", "sample:b"}, "data", ["sample:a"], "right"),  # half of them
+        ("data", {"sample:a", "sample:b", "sample:c"}, "data", ["sample:a"], "wrong"),
+        ("data", {"sample:a"}, "data", ["sample:a", "sample:x"], "wrong"),  # somebody innocent
+        ("data", {"sample:a"}, "data", [], "undetermined"),
+        ("data", set(), "data", [], "right"),  # hard and valid: nobody is to be named
+        ("data", set(), "data", ["sample:a"], "wrong"),
+        ("data", {"mixture"}, "data", ["mixture", "source:logs"], "right"),
+        ("numerics", {"module:m"}, "numerics", ["module:n"], "wrong"),
+        ("numerics", {"module:m"}, "infrastructure", ["rank:0"], "wrong"),
+        ("infrastructure", {"rank:1"}, "infrastructure", ["rank:1", "parameter:p"], "right"),
+        ("infrastructure", {"rank:1"}, "infrastructure", ["rank:0"], "wrong"),
+        ("infrastructure", {"rank:1"}, "undetermined", [], "undetermined"),
+        ("infrastructure", {"rank:1"}, "none", [], "missed"),
+        ("none", set(), "none", [], "right"),
+        ("none", set(), "numerics", ["module:m"], "wrong"),
+    ],
+)
+def test_what_counts_as_right(expected: str, named: set[str], kind: str, culprits: list[str], outcome: str) -> None:
+    assert grade(expected, named, kind, culprits) == outcome
