@@ -228,14 +228,14 @@ class TransientNan(Case):
 
     def world(self) -> World:
         world = super().world()
-        on_output(world, FFN, self._once)
+        on_output(world, "model.layers.0", self._once)
         return world
 
     def _once(self, y: Tensor) -> Tensor:
         if self.fired > 1:
             return y
         self.fired = 2
-        self.named = {f"module:{FFN}", f"rank:{self.rank or 0}"}
+        self.named = {"module:model.layers.0", f"rank:{self.rank or 0}"}
         return y * _one_row(y, 0) / _one_row(y, 0)
 
 

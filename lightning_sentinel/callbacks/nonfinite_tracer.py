@@ -90,6 +90,7 @@ class NonFiniteTracer(SentinelCallback):
         self._fit: tuple[Trainer, LightningModule, Optimizer | None] | None = None
         self._context: RunContext | None = None
         self._hooks: list[tuple[nn.Module, str, RemovableHandle]] = []
+        self._deeper: list[RemovableHandle] = []  # of one step
         self._forget()
 
     def _forget(self) -> None:
@@ -132,7 +133,13 @@ class NonFiniteTracer(SentinelCallback):
         self._remove_hooks()
         self._fit = self._context = None
 
+    def _remove_deeper(self) -> None:
+        for handle in self._deeper:
+            handle.remove()
+        self._deeper = []
+
     def _remove_hooks(self) -> None:
+        self._remove_deeper()
         for _, _, handle in self._hooks:
             handle.remove()
         self._hooks = []
@@ -201,6 +208,19 @@ class NonFiniteTracer(SentinelCallback):
             self._armed_steps += 1
         if self._armed is not None:
             self._armed.enable()
+        self._look_deeper(trainer, pl_module)
+
+    def _look_deeper(self, trainer: Trainer, module: LightningModule) -> None:
+        """In a step that starts at a full snapshot also flag what lies within the blocks: it may be computed again.
+
+        Not in compiled modules: another hook would have them compiled anew.
+        """
+        step = trainer.global_step
+        anchor = any(s.step == step and s.params is not None for s in self.context(trainer).snapshots)
+        if self.boundaries != "auto" or not anchor or any(m._compiled_call_impl is not None for m in module.modules()):
+            return
+        modules, known = dict(module.named_modules()), {path for _, path, _ in self._hooks}
+        self._deeper = [self._register(modules[p], p) for p in block_paths(module) if p not in known]
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._armed is not None:
@@ -211,6 +231,7 @@ class NonFiniteTracer(SentinelCallback):
     ) -> None:
         if self._armed is not None:
             self._armed.disable()  # until the step's next micro-batch
+        self._remove_deeper()
         self._read_flags(trainer)
 
     def _opens_a_step(self, trainer: Trainer) -> bool:

@@ -1,7 +1,4 @@
-"""Public case Megatron-LM#1764: one rank's batch has no supervised token. The mean over the others is unharmed.
-
-The run on two real ranks is beside ``hidden-nan`` (``test_case_hidden_nan.py``), whose processes it shares.
-"""
+"""Public case Megatron-LM#1764: one rank's batch has no supervised token. The mean over the others is unharmed."""
 
 from __future__ import annotations
 

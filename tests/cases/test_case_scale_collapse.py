@@ -2,43 +2,64 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
+import lightning.pytorch as L
 import torch
-from sentinel_kit import make_trainer
-from triage_matrix.faults import FFN, Fp16Overflow
-from triage_matrix.run import suite
+from lightning.pytorch.plugins import MixedPrecision
+from sentinel_kit import Loader, make_trainer
+from torch import nn
 
+from lightning_sentinel import IncidentResponse, LossScaleMonitor, NonFiniteTracer, RankTelemetry
 from lightning_sentinel.context import context_of
 from lightning_sentinel.incidents import FindingKind, VerdictKind
-from lightning_sentinel.state.lightning_private import scaler_of
+
+SINCE, STEPS = 10, 34
 
 
-class Permanent(Fp16Overflow):
-    """The gradient at one module leaves the range of float16 in every step."""
+class Growing(nn.Linear):
+    """From step ``SINCE`` on its activations are beyond 65,504 before they are scaled down again."""
 
-    duration = None
+    factor = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.factor / self.factor
 
 
-def test_a_scale_that_collapses_is_an_incident_and_the_module_is_named() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        case = Permanent(0)
-        module = case.world()
-        before: dict[int, Any] = {}
-        trainer, sink = make_trainer([case, *suite()], max_steps=case.at + 24, **case.options())
-        trainer.fit(module, case.loader())
-    incidents = context_of(trainer).incidents
-    [collapse] = [f for f in incidents[0].findings if f.kind is FindingKind.SCALE_COLLAPSE][:1]
-    assert case.at <= collapse.step <= case.at + 12
-    assert collapse.since_step == case.at
-    assert incidents[0].verdict.kind is VerdictKind.NUMERICS
-    assert incidents[0].verdict.culprits == (f"module:{FFN}",)
-    unapplied = [e["step"] for e in sink.steps() if not e["applied"]]
-    assert unapplied == list(range(case.at, case.at + 24))
-    scaler = scaler_of(trainer)
-    assert scaler is not None
-    assert scaler.get_scale() < 2.0**10
-    assert all(torch.isfinite(p).all() for p in module.parameters())
-    assert before == {}
+class Deep(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.wide, self.last = nn.Linear(6, 8), Growing(8, 8), nn.Linear(8, 1)
+
+
+def test_a_scale_that_collapses_is_an_incident_and_the_layer_is_named() -> None:
+    class Case(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.deep = Deep()
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.deep.wide.factor = 1e6 if self.trainer.global_step >= SINCE else 1.0
+            hidden = self.deep.wide(torch.relu(self.deep.first(batch["x"])))
+            # The loss clips what is not finite, so that it looks healthy: only the gradients are not.
+            out = self.deep.last(hidden)
+            return (
+                out.nan_to_num(0.0, 1.0, -1.0).float() - batch["y"]
+            ).square().mean() + 0.0 * self.deep.last.weight.sum()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), 1e-3)
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=10_000)
+    callbacks = [NonFiniteTracer(), LossScaleMonitor(), RankTelemetry(), IncidentResponse()]
+    trainer, sink = make_trainer(callbacks, max_steps=STEPS, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    trainer.fit(Case(), Loader())
+    incident = context_of(trainer).incidents[0]
+    collapse = next(f for f in incident.findings if f.kind is FindingKind.SCALE_COLLAPSE)
+    assert collapse.since_step == SINCE
+    assert collapse.step < SINCE + 10
+    assert (incident.verdict.kind, incident.verdict.culprits) == (VerdictKind.NUMERICS, ("module:deep.wide",))
+    assert incident.verdict.since_step == SINCE
+    assert [e["step"] for e in sink.steps() if not e["applied"]] == list(range(SINCE, STEPS))
+    assert scaler.get_scale() < 1.0

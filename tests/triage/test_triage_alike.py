@@ -73,7 +73,7 @@ def _peak(hurt: Hurt, at: int) -> float:
 def _size_for(make: Callable[[float], Hurt], at: int) -> float:
     """By bisection on a logarithmic scale: the size of the fault that gives the peak."""
     low, high = 1.0, 1e4
-    for _ in range(18):
+    for _ in range(11):
         middle = (low * high) ** 0.5
         low, high = (low, middle) if _peak(make(middle), at) > PEAK else (middle, high)
     return (low * high) ** 0.5
