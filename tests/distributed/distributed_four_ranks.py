@@ -1,6 +1,7 @@
-"""Four processes, one of which is hurt in seven ways: ``python distributed_four_ranks.py FOLDER BAD_RANK``.
+"""Four processes, one of which is hurt in seven ways: ``python distributed_four_ranks.py FOLDER BAD_RANK ...``.
 
-Each rank writes ``rank-<r>.json``: its incidents, what it applied, and the bits that it ended with.
+One fit for each bad rank, all in the same process group. In each, every rank writes ``bad-<b>-rank-<r>.json``: its
+incidents, what it applied, and the bits that it ended with.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import logging
 import sys
 import time
 import warnings
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import torch
 from callbacks_two_ranks import VOCABULARY, Bigram, Sequences, digest
+from distributed_kit import MEETING, CollectiveLimit, fork_ranks
 from lightning.pytorch.strategies import DDPStrategy
 from sentinel_kit import Sink
 from torch import Tensor
@@ -36,13 +37,14 @@ class Hurt(Bigram):
 
     def __init__(self, bad_rank: int) -> None:
         super().__init__()
-        self.bad_rank = bad_rank
+        self.bad_rank, self.struck = bad_rank, False
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         if self.global_rank == self.bad_rank:
             step = self.trainer.global_step
-            if step == LOSS_40:
+            if step == LOSS_40 and not self.struck:  # for once: not in a replay
+                self.struck = True
                 loss = loss * (40.0 / loss.detach())
             elif SLOW <= step < SLOW + SLOW_STEPS:
                 time.sleep(0.15)
@@ -52,9 +54,12 @@ class Hurt(Bigram):
 def main() -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
+    for bad in sys.argv[2:]:
+        fit(Path(sys.argv[1]), int(bad))
+
+
+def fit(folder: Path, bad: int) -> None:
     L.seed_everything(0, verbose=False)
-    folder, bad = Path(sys.argv[1]), int(sys.argv[2])
     faults = [
         NanForward(FORWARD, "middle", rank=bad),
         NanBackward(BACKWARD, "middle", rank=bad),
@@ -68,13 +73,13 @@ def main() -> None:
         max_steps=STEPS,
         accelerator="cpu",
         devices=4,
-        strategy=DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=60)),
+        strategy=DDPStrategy(process_group_backend="gloo", timeout=MEETING),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        callbacks=[lightning_sentinel.FaultInjector(faults), *suite],
+        callbacks=[CollectiveLimit(), lightning_sentinel.FaultInjector(faults), *suite],
     )
     context, sink = context_of(trainer), Sink()
     context.journal = sink
@@ -90,8 +95,8 @@ def main() -> None:
         "end": digest(trainer),
         "step": trainer.global_step,
     }
-    (folder / f"rank-{trainer.global_rank}.json").write_text(json.dumps(result, default=str))
+    (folder / f"bad-{bad}-rank-{trainer.global_rank}.json").write_text(json.dumps(result, default=str))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(fork_ranks(4, main))

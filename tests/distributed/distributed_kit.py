@@ -1,0 +1,81 @@
+"""Ranks by fork: what a script has imported is imported once, however many ranks it starts.
+
+Lightning sees what its own launcher would have left: ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+
+# Ranks of a loaded machine may meet late; once they train, nothing may wait for longer than the limit.
+MEETING, LIMIT = timedelta(minutes=5), timedelta(seconds=60)
+
+
+class CollectiveLimit(L.Callback):
+    """From the first batch on every collective has :data:`LIMIT`."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        torch.distributed.barrier()
+        torch.distributed.distributed_c10d._set_pg_timeout(LIMIT)
+
+
+def fork_ranks(ranks: int, main: Callable[[], None], seconds: float = 600.0) -> int:
+    """Run ``main`` in so many forked processes; 0 if all of them came through. When one falls, the others are ended."""
+    torch.set_num_threads(1)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    children = {}
+    for rank in range(ranks):
+        pid = os.fork()
+        if pid == 0:
+            os.environ["LOCAL_RANK"] = str(rank)
+            code = 1
+            try:
+                main()
+                code = 0
+            except BaseException:
+                print(f"rank {rank}:\n{traceback.format_exc()}", file=sys.stderr)
+            sys.stdout.flush(), sys.stderr.flush()
+            os._exit(code)  # without the parent's clean-up
+        children[pid] = rank
+    end, failed = time.monotonic() + seconds, 0
+    while children:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            failed = failed or status
+            del children[pid]
+        elif time.monotonic() > end:
+            print(f"ranks {sorted(children.values())} were not through in {seconds:g} s", file=sys.stderr)
+            failed = failed or 1
+        if failed:
+            for left in children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(left, signal.SIGKILL)
+        time.sleep(0.02)
+    return int(failed != 0)
+
+
+def run_script(script: Path, *arguments: object, seconds: float = 900.0) -> None:
+    """Run a script of ranks; its complaints are the test's."""
+    command: Sequence[str] = [sys.executable, str(script), *map(str, arguments)]
+    tests = Path(__file__).parents[1]
+    path = os.pathsep.join([str(tests), str(tests / "callbacks")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
+    assert done.returncode == 0, done.stderr[-6000:]
