@@ -33,6 +33,7 @@ SIGNALS: tuple[str, ...] = (
     "invalid_batch",  # findings that other callbacks of this rank left for the gate (batch, start, resume)
     "missing_grads",  # 1 where no parameter received a gradient, else 0
     "terminated",  # 1 where this rank has received SIGTERM, else 0
+    "wait_seconds",  # part of step_seconds in which this rank waited for others in collectives, as far as it is seen
 )
 SIGNAL_INDEX = {name: i for i, name in enumerate(SIGNALS)}
 _NONFINITE = [SIGNAL_INDEX["nonfinite_loss"], SIGNAL_INDEX["nonfinite_grads"]]

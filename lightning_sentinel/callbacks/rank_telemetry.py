@@ -23,6 +23,7 @@ from ..context import RunContext, context_of
 from ..data.identity import Part, parts, sample_ids, supervised_token_count, token_count
 from ..detectors.nonfinite import NonFinite
 from ..detectors.robust import sorted_median
+from ..distributed.waiting import Waiting
 from ..incidents import Finding, Severity
 from ..journal import Journal
 from ..lag import SYNC, Facts, Lag
@@ -110,6 +111,7 @@ class RankTelemetry(SentinelCallback):
     ``sentinel/loss_scale``        loss scale (only with a scaler)
     ``sentinel/step_seconds``      slowest rank, seconds between gates
     ``sentinel/data_seconds``      slowest rank, of which waiting for data
+    ``sentinel/wait_seconds``      of which the rank that waited longest has waited for others
     ``sentinel/loss/<source>``     loss of one source of the mixture, nats
     ``sentinel/tokens``            tokens so far over all ranks
     ``sentinel/attempt``           which pass over this step it is
@@ -165,6 +167,7 @@ class RankTelemetry(SentinelCallback):
         self._clock = 0.0
         self._batch_clock = 0.0
         self._data_seconds = 0.0
+        self._waiting: Waiting | None = None
         self._gated = False
         self._batch_idx = 0
         self._reset_window()
@@ -192,6 +195,7 @@ class RankTelemetry(SentinelCallback):
         self._before_update, self._update_norm, self._measuring = None, None, False
         self._clock = self._batch_clock = time.perf_counter()
         self._data_seconds = 0.0
+        self._waiting = Waiting(trainer.strategy.root_device) if trainer.world_size > 1 else None
         self._reset_window()
         self._rows, self._places, self._gated = [], {}, False
         self.lag.start(trainer)
@@ -236,6 +240,8 @@ class RankTelemetry(SentinelCallback):
         self._ids = list(named) if named is not None else [*self._ids, *sample_ids(batch, self.sample_id_fn)]
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if self._waiting is not None:
+            self._waiting.backward_begins(loss)
         value = loss.detach()
         if value.dtype is not torch.float32:
             value = value.float()
@@ -252,6 +258,10 @@ class RankTelemetry(SentinelCallback):
         self._backward_in_batch += 1
         if self._backward_in_batch == 1 and self._source_names:
             self._add_sources(pl_module)
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._waiting is not None:
+            self._waiting.backward_ended()
 
     def _add_sources(self, pl_module: LightningModule) -> None:
         losses = getattr(pl_module, "sample_loss_nats", None)
@@ -414,7 +424,12 @@ class RankTelemetry(SentinelCallback):
             window=context.window,
         )
         row = self._row(trainer, norm, step_seconds, not grads, len(facts.findings), device)
-        return facts, gather_flat(row, trainer.world_size)
+        if self._waiting is None:
+            return facts, gather_flat(row, trainer.world_size)
+        begin = time.perf_counter()
+        rows = gather_flat(row, trainer.world_size)
+        self._waiting.add(time.perf_counter() - begin)  # into the next step's seconds, as the clock has it
+        return facts, rows
 
     @staticmethod
     def _look_again(trainer: Trainer, optimizer: Optimizer, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -461,6 +476,7 @@ class RankTelemetry(SentinelCallback):
             float(invalid),
             float(no_grads and bool(self._losses)),
             float(self.context(trainer).terminating),
+            self._waiting.take() if self._waiting is not None else 0.0,
         )
         values = tuple(v.item() if isinstance(v, Tensor) and v.device.type == "cpu" else v for v in values)
         known = torch.tensor([math.nan if isinstance(v, Tensor) else v for v in values], dtype=torch.float64)
@@ -560,6 +576,7 @@ class RankTelemetry(SentinelCallback):
             "token_probability": token_probability(fields["loss"]),
             "step_seconds": fields["step_seconds"],
             "data_seconds": fields["data_seconds"],
+            "wait_seconds": fields["wait_seconds"],
             "tokens": record.tokens,
             "attempt": record.attempt,
         }
@@ -642,6 +659,7 @@ def step_fields(
         "loss_scale": float(record.column("loss_scale")[0]),
         "step_seconds": record.largest("step_seconds"),
         "data_seconds": record.largest("data_seconds"),
+        "wait_seconds": record.largest("wait_seconds"),
         "applied": applied,
         "applied_steps": applied_steps,
         "sample_ids": list(record.sample_ids),

@@ -219,7 +219,8 @@ class RankOutlier:
         )
 
     def _times(self, record: StepRecord) -> list[Finding]:
-        busy = record.column("step_seconds") - record.column("data_seconds")
+        wait = record.column("wait_seconds")
+        busy = record.column("step_seconds") - record.column("data_seconds") - wait
         if not np.isfinite(busy).all():
             return []
         usual = float(np.median(busy))
@@ -247,11 +248,16 @@ class RankOutlier:
                 ranks=named,
                 culprits=tuple(f"rank:{r}" for r in named),
                 window=self.straggler_steps,
-                message=f"Rank {worst} computes for {busy[worst]:.3f} s at step {record.step} (data wait left out),"
-                f" the median"
-                f" rank for {usual:.3f} s: {busy[worst] / usual:.2f} times, above {self.straggler:g} for"
-                f" {self.straggler_steps} steps in a row.",
-                evidence={"seconds": float(busy[worst]), "median_seconds": usual},
+                message=f"Rank {worst} computes for {busy[worst]:.3f} s at step {record.step} (waiting for data and for"
+                f" others left out), the median rank for {usual:.3f} s: {busy[worst] / usual:.2f} times, above"
+                f" {self.straggler:g} for {self.straggler_steps} steps in a row. It waits {wait[worst]:.3f} s for others,"
+                f" the median rank {float(np.median(wait)):.3f} s.",
+                evidence={
+                    "seconds": float(busy[worst]),
+                    "median_seconds": usual,
+                    "wait_seconds": float(wait[worst]),
+                    "median_wait_seconds": float(np.median(wait)),
+                },
             )
         ]
 

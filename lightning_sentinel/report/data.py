@@ -35,6 +35,7 @@ COLUMNS = (
     "loss_scale",
     "step_seconds",
     "data_seconds",
+    "wait_seconds",
     "applied_steps",
 )
 # Rows of the heat map.

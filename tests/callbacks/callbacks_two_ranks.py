@@ -67,6 +67,8 @@ class Sequences:
 class Bigram(L.LightningModule):
     """Its middle layer puts out a NaN on rank 1 in one step, also when that step is replayed."""
 
+    nan_step = NAN_STEP
+
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.middle = nn.Embedding(VOCABULARY, 32), nn.Linear(32, 32)
@@ -75,7 +77,7 @@ class Bigram(L.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         h = self.middle(self.embedding(batch["input_ids"]))
-        if self.global_rank == 1 and self.trainer.global_step == NAN_STEP:
+        if self.global_rank == 1 and self.trainer.global_step == self.nan_step:
             h = h * torch.tensor(math.nan)
         loss = F.cross_entropy(self.head(self.norm(h)).flatten(0, 1), batch["targets"].flatten())
         self.losses.setdefault(self.trainer.global_step, loss.item())  # of the first pass

@@ -148,5 +148,18 @@ def test_a_straggler_computes_slowly_step_after_step():
     assert finding.score == pytest.approx(1.75)
 
 
+def test_who_waits_for_a_slow_rank_is_not_slow():
+    """Four ranks that take the same wall time for each step: one computes, three wait for it."""
+    detector, found = RankOutlier(), []
+    for step in range(40):
+        record = times(step, [0.5] * 4, [0.1] * 4)
+        record.values[:, SIGNAL_INDEX["wait_seconds"]] = [0.3, 0.0, 0.3, 0.3] if step >= 10 else 0.3
+        found += detector.observe(record)
+    [finding] = found
+    assert (str(finding.kind), finding.step, finding.ranks) == ("straggler", 29, (1,))
+    assert finding.score == pytest.approx(2.5)
+    assert (finding.evidence["wait_seconds"], finding.evidence["median_wait_seconds"]) == (0.0, 0.3)
+
+
 def test_one_rank_is_silent():
     assert feed(RankOutlier(), np.array([[2.0], [90.0]])) == []

@@ -64,7 +64,7 @@ class NonFiniteCause(Ladder):
                 return self.verdict(
                     VerdictKind.NUMERICS,
                     culprits,
-                    trace.sentence + widened,
+                    trace.sentence + self._where_alone(trace) + widened,
                     since=since,
                     reproducible=True,
                     samples=samples,
@@ -104,6 +104,14 @@ class NonFiniteCause(Ladder):
                 )
             case _:
                 return self._not_reproduced(trace, samples)
+
+    def _where_alone(self, trace: TraceReport) -> str:
+        """Which ranks show it, where not all of them do."""
+        ranks, world = sorted(trace.ranks), self.trainer.world_size
+        if not ranks or len(ranks) >= world:
+            return ""
+        named = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+        return f" Of {world} ranks only on rank{'s' * (len(ranks) > 1)} {named}."
 
     def _not_replayed(self, sentence: str) -> Verdict:
         since = self.since if self.collapse is None else min(self.since, self.collapse)
