@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
-import torch
 from callbacks_two_ranks import VOCABULARY, Bigram, Sequences, digest
 from distributed_kit import MEETING, CollectiveLimit, fork_ranks
 from lightning.pytorch.strategies import DDPStrategy
