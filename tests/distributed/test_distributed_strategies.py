@@ -1,0 +1,58 @@
+"""Ways to run in two processes, in one group: what is found, what is answered, and exactness against an undisturbed fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed_kit import run_script
+
+SCRIPT = Path(__file__).with_name("distributed_strategies.py")
+ONCE, AGAIN, ALWAYS, STEPS = 7, 12, 16, 20
+WAYS = (
+    "plain", "find_unused", "static_graph", "no_sync", "bucket_view", "fp16_hook", "own_hook", "fsdp2", "tensor",
+)  # fmt: skip
+
+Results = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    folder = tmp_path_factory.mktemp("ways")
+    run_script(SCRIPT, folder, *WAYS)
+    return {way: [json.loads((folder / f"{way}-{rank}.json").read_text()) for rank in (0, 1)] for way in WAYS}
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(960)
+@pytest.mark.parametrize("way", WAYS)
+def test_two_rollbacks_and_a_skip_leave_what_an_undisturbed_fit_leaves(results: Results, way: str) -> None:
+    """Weights and moments bit for bit; every collective within 60 s, also while triage replays steps."""
+    for result in results[way]:
+        assert (result["equal"], result["finite"], result["step"]) == (True, True, STEPS)
+        assert result["not_applied"] == {
+            str(ONCE): [False, True, True],  # once more after the first rollback, and after the second
+            str(AGAIN): [False, True],
+            str(ALWAYS): [False],
+        }
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("way", WAYS)
+def test_each_nan_is_found_and_traced_alike_on_both_ranks(results: Results, way: str) -> None:
+    ours, theirs = results[way]
+    assert ours["incidents"] == theirs["incidents"]
+    once, again, always = ours["incidents"]
+    assert [i["opened_step"] for i in (once, again, always)] == [ONCE, AGAIN, ALWAYS]
+    for incident in (once, again):
+        assert [a["action"] for a in incident["actions"]] == ["rollback_replay"]
+        assert incident["verdict"]["kind"] == "infrastructure"
+        assert "rank:1" in incident["verdict"]["culprits"]
+    assert [a["action"] for a in always["actions"]] == ["skip_step"]
+    assert always["verdict"]["kind"] == "numerics"
+    assert always["verdict"]["evidence"]["operator"] == "aten.div.Tensor"
+    assert {i["status"] for i in ours["incidents"]} == {"recovered"}
+    # One replica of two ranks makes its NaN on both.
+    assert ("Of 2 ranks only on rank 1." in always["verdict"]["sentence"]) == (way != "tensor")
