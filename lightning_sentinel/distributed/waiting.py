@@ -41,10 +41,11 @@ class Waiting:
         """``loss`` is what the backward pass starts from."""
         self._computed = self._mark = None
         if loss.requires_grad:
-            loss.register_hook(self._queue)
+            register: Any = loss.register_hook
+            register(self._queue)
 
     def _queue(self, gradient: Tensor) -> None:
-        Variable._execution_engine.queue_callback(self._computing_is_done)  # type: ignore[attr-defined]
+        Variable._execution_engine.queue_callback(self._computing_is_done)
 
     def _computing_is_done(self) -> None:
         self._computed = time.perf_counter()
