@@ -266,7 +266,7 @@ class RankTelemetry(SentinelCallback):
     def _add_sources(self, pl_module: LightningModule) -> None:
         losses = getattr(pl_module, "sample_loss_nats", None)
         source = self._batch.get("source") if isinstance(self._batch, dict) else None
-        if losses is None or source is None or losses.shape[0] != source.shape[0]:
+        if losses is None or not isinstance(source, Tensor) or losses.shape[0] != source.shape[0]:
             return
         counts = getattr(pl_module, "sample_tokens", None)
         n = len(self._source_names)
@@ -680,8 +680,15 @@ def _stack(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
     if not values:
         return torch.zeros(1, dtype=torch.float64, device=device)
     if any(isinstance(v, Tensor) for v in values):
-        return torch.stack([torch.as_tensor(v, device=device).double().reshape(()) for v in values])
-    return torch.tensor(values, dtype=torch.float64, device=device)
+        # Filled there, not copied: a copy of a number to the device waits for the device.
+        return torch.stack([_scalar(v, device) for v in values])
+    return torch.tensor(values, dtype=torch.float64).to(device, non_blocking=True)
+
+
+def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float64).reshape(())
+    return torch.full((), value, dtype=torch.float64, device=device)
 
 
 def parts_of(context: RunContext, batch: Any) -> tuple[list[Part], bool]:

@@ -36,13 +36,14 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[st
 @pytest.mark.parametrize(
     ("fault", "kind", "culprits", "since", "reproducible"),
     [
-        ("healthy", "undetermined", [], 5, None),
-        ("transient", "infrastructure", ["module:blocks.2.mixer", "rank:1"], 6, False),
-        ("masked_rank", "numerics", ["module:training_step"], 7, True),
-        ("finding_of_one_rank", "data", ["sample:odd"], 8, None),
-        ("failing_replay", "undetermined", [], 9, None),
-        ("rate_spike", "optimization", ["optimizer:lr"], 16, None),
-        ("bad_rank", "infrastructure", ["rank:1"], 4, None),
+        ("healthy", "undetermined", [], 13, None),
+        ("transient", "infrastructure", ["module:blocks.2.mixer", "rank:1"], 14, False),
+        ("masked_rank", "numerics", ["module:training_step"], 15, True),
+        ("finding_of_one_rank", "data", ["sample:odd"], 16, None),
+        ("failing_replay", "undetermined", [], 17, None),
+        ("sealed_batch", "data", ["sample:s49", "sample:s51", "sample:s53", "sample:s55"], 18, True),
+        ("rate_spike", "optimization", ["optimizer:lr"], 24, None),
+        ("bad_rank", "infrastructure", ["rank:1"], 12, None),
     ],
 )
 def test_every_rank_gets_the_same_verdict(
@@ -65,7 +66,7 @@ def test_what_only_one_rank_has_is_said_to_be_its_own(verdicts: Any) -> None:
     assert found == "An odd one. (Only on rank 1.)"
     [rate] = {v["sentence"] for v in verdicts["rate_spike"]}
     assert rate == (
-        "From step 16 to 16 the learning rate on rank 1 was up to 50 times the planned one (0.05 beside 0.001)."
+        "From step 24 to 24 the learning rate on rank 1 was up to 50 times the planned one (0.05 beside 0.001)."
     )
     assert [v["evidence"]["ranks"] for v in verdicts["rate_spike"]] == [[1], [1]]
 
@@ -84,6 +85,13 @@ def test_an_experiment_that_fails_on_one_rank_is_available_on_none(verdicts: Any
         assert verdict["sentence"] == "The step could not be replayed: rank 1: RuntimeError: no second time"
         [replayed] = [e for e in verdict["experiments"] if e["name"] == "armed replay"]
         assert replayed["result"] == "not available"
+
+
+def test_a_batch_that_cannot_be_sent_leaves_no_rank_waiting(verdicts: Any) -> None:
+    for verdict in verdicts["sealed_batch"]:
+        [sent] = [e for e in verdict["experiments"] if e["name"] == "the same batch on every rank"]
+        assert sent["result"] == "not available"
+        assert sent["detail"]["reason"].startswith("rank 1: ")
 
 
 def test_an_overflow_names_the_ranks_where_they_can_be_known(tmp_path: Path) -> None:

@@ -25,16 +25,17 @@ from lightning_sentinel.triage import investigate
 from lightning_sentinel.triage.sandbox import is_replaying
 from lightning_sentinel.triage.window import restore_buffers
 
-SNAPSHOT = 4
+SNAPSHOT = 12  # late enough for a level of the losses from which a healthy step does not stand out
 FAULTS = {  # at which step which one
-    4: "loud_layer",
-    5: "healthy",
-    6: "transient",
-    7: "masked_rank",
-    8: "finding_of_one_rank",
-    9: "failing_replay",
-    10: "bad_rank",
-    16: "rate_spike",  # without a scheduler the plan is what the rate has been
+    12: "loud_layer",
+    13: "healthy",
+    14: "transient",
+    15: "masked_rank",
+    16: "finding_of_one_rank",
+    17: "failing_replay",
+    18: "sealed_batch",
+    19: "bad_rank",
+    24: "rate_spike",  # without a scheduler the plan is what the rate has been
 }
 NONFINITE = ("transient", "masked_rank", "failing_replay")
 
@@ -64,6 +65,9 @@ class Fault(L.Callback):
         if name in NONFINITE[1:]:
             batch["x"] = batch["x"].clone()
             batch["x"][:, -1] = 1.0
+        if name == "sealed_batch":  # high, and of something that no other process can be sent
+            batch["y"] = batch["y"] + 30.0
+            batch["note"] = lambda: None
         if name == "failing_replay":
             pl_module.refuses = True
         if name == "rate_spike":
@@ -110,6 +114,8 @@ class Gavel(L.Callback):
         verdict = investigate(trainer, pl_module, optimizer, incident, record)
         Path(sys.argv[1], f"{name}-{trainer.global_rank}.json").write_text(json.dumps(verdict.to_dict()))
         context.held = True
+        if name != "healthy" and context.history[-1].step == step:
+            context.history.pop()  # held by an IncidentResponse, it would never have been taken for a healthy one
         restore_buffers(trainer)
         for p in pl_module.parameters():
             p.grad = None

@@ -5,6 +5,7 @@ against finite differences, and what the collective gave against what went into 
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -158,19 +159,27 @@ class Computation(Ladder):
         """Losses of the suspect rank's worst micro-batch on every rank, from the same weights; None where not run."""
         name = "the same batch on every rank"
         window = self.context.window
-        payload: Any = None
-        if self.peers.rank == suspect and window is not None and self.main is not None and window.nbytes <= KEPT_BYTES:
+
+        def pack() -> bytes | None:
+            """Pickled here: a batch that cannot be is this rank's failure, and not an exchange that it never reaches."""
+            if self.peers.rank != suspect or window is None or self.main is None or window.nbytes > KEPT_BYTES:
+                return None
             index = self.main.micro_batches[int(np.argmax(np.nan_to_num(self.main.losses, nan=-np.inf)))]
             micro = window.micro_batches[index]
-            payload = tree_map(_to_cpu, (micro.batch, micro.batch_idx, micro.rng, dict(window.buffers)))
-        try:
-            payload = self.peers.gather(payload)[suspect]
-        except Exception as failure:  # the user's batch may not be made of plain data
-            self.note(name, "not available", reason=f"{type(failure).__name__}: {failure}")
+            return pickle.dumps(tree_map(_to_cpu, (micro.batch, micro.batch_idx, micro.rng, dict(window.buffers))))
+
+        packed = self.measured(name, pack)
+        sent = None if packed is None else packed[suspect]
+        if sent is None or not self.affords(1, name):
             return None
-        if payload is None or not self.affords(1, name):
+        unpacked: list[Any] = []
+
+        def unpack() -> None:
+            unpacked.append(pickle.loads(sent))
+
+        if self.measured(name, unpack) is None:
             return None
-        device = self.trainer.strategy.root_device
+        payload, device = unpacked[0], self.trainer.strategy.root_device
         batch, batch_idx, rng, buffers = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, payload)
         rng = payload[2]  # random states stay where they are
         micro = MicroBatch(batch, batch_idx, rng, [t._version for t in tensors(batch)])
