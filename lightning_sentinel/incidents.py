@@ -190,6 +190,8 @@ class Incident:
         since_step: First affected step, as far as the findings know.
         actions: What was done, in order, each ``{"action", "step", "attempt", "reason", ...}``.
         path_z: Distance of the recovered loss from the forecast made before the incident, in robust sigma.
+        hardware: Counters read when it opened, if there is a provider: ``{"ranks": {rank: {name: number}}, "range": {name:
+            [least, median, greatest]}}``; of the named ranks, and over all.
     """
 
     number: int
@@ -204,6 +206,7 @@ class Incident:
     closed_step: int | None = None
     path_z: float | None = None
     closing: str = ""
+    hardware: dict[str, Any] = field(default_factory=dict)
 
     @property
     def kinds(self) -> set[FindingKind]:
@@ -227,6 +230,7 @@ class Incident:
             "closed_step": self.closed_step,
             "path_z": self.path_z,
             "closing": self.closing,
+            "hardware": dict(self.hardware),
         }
 
     @classmethod

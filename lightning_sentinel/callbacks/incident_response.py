@@ -16,6 +16,7 @@ from .. import recovery
 from ..actuator import Actuator
 from ..bundle.writing import BundleWriter
 from ..context import RunContext
+from ..hardware import Provider, provider_of, read_all
 from ..incidents import Action, Finding, FindingKind, Incident, IncidentStatus, Severity, Verdict, VerdictKind
 from ..limits import check_limits
 from ..policy import NEEDS_ROLLBACK, REPORT_ONLY, Choice, Policy, Situation, case_of
@@ -65,6 +66,7 @@ class IncidentResponse(SentinelCallback):
     ``incident.bundle`` ``.bundle_failed``      where the incident's bundle lies and how to replay it, or why there is none
     ``triage.verdict``                          after the experiments
     ``action.<name>``                           before it takes effect
+    ``infra.hardware``                          when an incident opens: this rank's hardware counters
     ``quarantine.added``                        names that will not be drawn again
     ``experiment.started`` ``.ended``           the run is no longer what was planned (reduced rate, permanent change)
     ==========================================  ===================================================================
@@ -93,6 +95,8 @@ class IncidentResponse(SentinelCallback):
             states only.
         exit_on_stop: Raise :class:`TrainingStopped` (exit code 77) when the ladder ends in ``stop``; otherwise only
             ``trainer.should_stop`` is set.
+        hardware_counters: A function without arguments that gives numbers by name (memory errors, clocks, temperature), or
+            its path as ``package.module.function``; asked on every rank when an incident opens. What it raises is noted.
     """
 
     rewinds = False
@@ -115,6 +119,7 @@ class IncidentResponse(SentinelCallback):
         capture_batch: bool = False,
         bundle_bytes: int = 8 * 2**30,
         exit_on_stop: bool = True,
+        hardware_counters: Provider | str | None = None,
     ) -> None:
         check_limits("IncidentResponse", locals())
         self.policy = Policy(mode, dict(ladders or {}), dict(budgets or {}), budget_steps)
@@ -125,6 +130,7 @@ class IncidentResponse(SentinelCallback):
         self.max_forwards, self.max_seconds = max_forwards, max_seconds
         self.bundles = BundleWriter(capture_state, capture_batch, bundle_bytes)
         self.exit_on_stop = exit_on_stop
+        self.hardware_counters = provider_of(hardware_counters)
         self.stop_reason: str | None = None
         self.actuator = Actuator()
         self._watched: dict[int, IncidentWatch] = {}
@@ -433,6 +439,11 @@ class IncidentResponse(SentinelCallback):
             tokens=record.tokens,
             findings=list(findings),
         )
+        if self.hardware_counters is not None:
+            mine, incident.hardware = read_all(
+                trainer, self.hardware_counters, sorted({r for f in findings for r in f.ranks})
+            )
+            context.write(trainer, "infra.hardware", incident=incident.number, counters=mine)
         context.incidents.append(incident)
         self._watched[incident.number] = IncidentWatch(record.step, context.history)
         self._journal_incident(trainer, incident, "opened")

@@ -23,6 +23,7 @@ from ..context import RunContext, context_of
 from ..data.identity import Part, parts, sample_ids, supervised_token_count, token_count
 from ..detectors.nonfinite import NonFinite
 from ..detectors.robust import sorted_median
+from ..distributed.mesh import replicas_of, speaks_for_unit
 from ..distributed.waiting import Waiting
 from ..incidents import Finding, Severity
 from ..journal import Journal
@@ -67,13 +68,24 @@ def gradients(optimizer: Optimizer) -> list[Tensor]:
 
 
 def is_sharded(optimizer: Optimizer) -> bool:
-    """True if the optimizer's parameters are DTensors: then every rank holds only a part of each gradient."""
-    return any(hasattr(p, "_local_tensor") for group in optimizer.param_groups for p in group["params"][:1])
+    """True if any of the optimizer's parameters is a DTensor: then every rank holds only a part of its gradient."""
+    return any(hasattr(p, "_local_tensor") for group in optimizer.param_groups for p in group["params"])
 
 
-def total_norm(tensors: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
-    """2-norm over all tensors as a 0-dim float64 tensor, without a host synchronisation."""
-    norms = torch._foreach_norm(list(tensors), 2, dtype=dtype)
+def total_norm(
+    tensors: Sequence[Tensor], dtype: torch.dtype = torch.float32, shares: Sequence[float] | None = None
+) -> Tensor:
+    """2-norm over all tensors as a 0-dim float64 tensor, without a host synchronisation.
+
+    Args:
+        tensors: At least one.
+        dtype: In which each tensor's own norm is computed.
+        shares: What each tensor's norm is multiplied by: ``1 / sqrt(n)`` where it lies on ``n`` ranks and the squares of all
+            ranks will be summed.
+    """
+    norms: Sequence[Tensor] = torch._foreach_norm(list(tensors), 2, dtype=dtype)
+    if shares is not None:
+        norms = torch._foreach_mul(norms, list(shares))
     if norms[0].device.type == "cpu":  # after a backward every further kernel is called with cold caches
         return torch.tensor(math.hypot(*(n.item() for n in norms)), dtype=torch.float64)
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms).double())
@@ -168,6 +180,8 @@ class RankTelemetry(SentinelCallback):
         self._batch_clock = 0.0
         self._data_seconds = 0.0
         self._waiting: Waiting | None = None
+        self._speaks = True
+        self._share: dict[int, float] = {}  # of a sharded run: 1 / sqrt(ranks on which this parameter's part lies)
         self._gated = False
         self._batch_idx = 0
         self._reset_window()
@@ -196,6 +210,13 @@ class RankTelemetry(SentinelCallback):
         self._clock = self._batch_clock = time.perf_counter()
         self._data_seconds = 0.0
         self._waiting = Waiting(trainer.strategy.root_device) if trainer.world_size > 1 else None
+        self._speaks = speaks_for_unit(pl_module.device_mesh)
+        parameters = [p for o in trainer.optimizers for group in o.param_groups for p in group["params"]]
+        self._share = {}
+        if trainer.world_size > 1 and any(map(is_sharded, trainer.optimizers)):
+            self._share = {id(p): replicas_of(p, trainer.world_size) ** -0.5 for p in parameters}
+            if set(self._share.values()) == {1.0}:
+                self._share = {}
         self._reset_window()
         self._rows, self._places, self._gated = [], {}, False
         self.lag.start(trainer)
@@ -405,7 +426,11 @@ class RankTelemetry(SentinelCallback):
         step_seconds, self._clock = now - self._clock, now
         grads = gradients(optimizer)
         device = trainer.strategy.root_device
-        norm = total_norm(grads) if grads else torch.zeros((), dtype=torch.float64, device=device)
+        norm = (
+            total_norm(grads, shares=self._shares(optimizer))
+            if grads
+            else torch.zeros((), dtype=torch.float64, device=device)
+        )
         scale = scale_of_gradients(trainer, optimizer)
         if isinstance(scale, Tensor):
             norm = norm / scale
@@ -431,8 +456,14 @@ class RankTelemetry(SentinelCallback):
         self._waiting.add(time.perf_counter() - begin)  # into the next step's seconds, as the clock has it
         return facts, rows
 
-    @staticmethod
-    def _look_again(trainer: Trainer, optimizer: Optimizer, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def _shares(self, optimizer: Optimizer) -> list[float] | None:
+        if not self._share:
+            return None
+        return [self._share[id(p)] for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+    def _look_again(
+        self, trainer: Trainer, optimizer: Optimizer, values: npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.float64]:
         """The same values with an exact gradient norm where the cheap one is odd.
 
         The float32 sum may have overflowed or underflowed. Everybody sees it, so everybody looks again.
@@ -441,7 +472,9 @@ class RankTelemetry(SentinelCallback):
         if not ((norms < FLOAT32_SQUARE_LIMIT) & ((norms > 1e-12) | (norms == 0))).all():
             grads, device = gradients(optimizer), trainer.strategy.root_device
             scale = scale_of_gradients(trainer, optimizer)
-            exact = total_norm(grads, torch.float64) if grads else torch.zeros((), dtype=torch.float64, device=device)
+            exact = torch.zeros((), dtype=torch.float64, device=device)
+            if grads:
+                exact = total_norm(grads, torch.float64, self._shares(optimizer))
             if isinstance(scale, Tensor):
                 exact = exact / scale
             norms[:] = read_now(gather_flat(exact.reshape(1).to(device), trainer.world_size))[:, 0]
@@ -462,6 +495,8 @@ class RankTelemetry(SentinelCallback):
         """This rank's row, ``[n_signals]`` float64 on the device: host numbers in one copy, the rest stays there."""
         scaler = scaler_of(trainer)
         loss, supervised, tokens, bad = self._window_totals(device)
+        if not self._speaks:  # another rank of this replica has counted the same tokens
+            supervised = tokens = 0.0
         values: tuple[Tensor | float, ...] = (  # in the order of SIGNALS
             loss,
             supervised,
@@ -508,7 +543,11 @@ class RankTelemetry(SentinelCallback):
 
     def _source_row(self, device: torch.device) -> Tensor:
         n = len(self._source_names)
-        sums = self._by_source if self._by_source is not None else torch.zeros(2, n, dtype=torch.float64, device=device)
+        sums = (
+            self._by_source
+            if self._by_source is not None and self._speaks
+            else torch.zeros(2, n, dtype=torch.float64, device=device)
+        )
         if sums.device.type == "cpu":
             nats, tokens = sums.tolist()
             pairs = [x for s, t in zip(nats, tokens, strict=True) for x in (s / t if t else math.nan, t)]
@@ -532,13 +571,16 @@ class RankTelemetry(SentinelCallback):
             self._before_update = [torch.empty_like(p) for p in params]
         torch._foreach_copy_(self._before_update, params)
         self._measured = params
+        self._measured_shares = None
+        if self._share:
+            self._measured_shares = [self._share[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._measuring and self._before_update is not None:
             torch._foreach_sub_(self._before_update, self._measured)
-            self._update_norm = total_norm(self._before_update)
+            self._update_norm = total_norm(self._before_update, shares=self._measured_shares)
             self._measuring = False
         for row in self._rows:
             self._write_step(trainer, row)

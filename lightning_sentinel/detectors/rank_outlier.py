@@ -97,7 +97,8 @@ class RankOutlier:
     def _losses(self, record: StepRecord) -> list[Finding]:
         loss, tokens = record.column("loss_nats"), record.column("supervised_tokens")
         used = np.isfinite(loss) & (tokens > 0)
-        if used.sum() < 2:
+        voters = int(used.sum())  # ranks without tokens, and all but one of a tensor-parallel replica, have no say
+        if voters < 2:
             return []
         warm = self._seen >= self.warmup
         # A mean over fewer tokens is noisier by the square root; at most by a factor of four, whatever a rank claims.
@@ -107,15 +108,15 @@ class RankOutlier:
         scale = self._scale(common, adjusted, used, weight)
         # The mean of the ranks that agree is steadier than the median of all.
         agree = used & (np.abs(adjusted - common) < 3.0 * scale)
-        if warm and record.world_size >= 4 and agree.any():
+        if warm and voters >= 4 and agree.any():
             common = float(adjusted[agree].mean())
         residual = np.where(used, adjusted - common, 0.0)
         # A rank that is part of the mean pulls it along; the same scale for one that is not needs the same shrinkage.
         joined = float(agree.sum())
         score = residual / scale
-        if warm and record.world_size >= 4:
+        if warm and voters >= 4:
             score = np.where(agree, score, score * (joined / (joined + 1.0)))
-        elif record.world_size < 4:
+        elif voters < 4:
             # The median of two or three is no majority: the rank must also have left its own level upwards.
             score = np.where(adjusted - self._common > 0.5 * residual, score, np.minimum(score, 0.0))
         sums = np.stack(
@@ -152,7 +153,7 @@ class RankOutlier:
             noise = np.where(self._noise > 2.0 * pooled, self._noise, pooled)
             scale: FloatArray = np.maximum(np.sqrt(noise) / weight, max(1e-4 * abs(common), 1e-9))
             return scale
-        if len(used) < 4:  # too few to know a spread from: only the ranks' own history counts
+        if used.sum() < 4:  # too few to know a spread from: only the ranks' own history counts
             spread = math.inf if self._seen < 4 else float(np.sqrt(self._noise.max()))
         else:
             spread = MAD_TO_SIGMA * float(np.median(np.abs(adjusted[used] - common)))

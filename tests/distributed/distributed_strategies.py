@@ -77,9 +77,18 @@ class Walk(Bigram):
 
 
 class LeaveOut(L.Callback):
-    """One update left out by hand."""
+    """One update left out by hand; and what the gradient norm of the first step really is."""
+
+    norm = 0.0
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
+        if trainer.global_step == 0:
+            whole = [
+                g.full_tensor() if hasattr(g, "full_tensor") else g
+                for p in pl_module.parameters()
+                if (g := p.grad) is not None
+            ]
+            self.norm = float(torch.linalg.vector_norm(torch.stack([g.double().norm() for g in whole])))
         if trainer.global_step == ALWAYS:
             for parameter in pl_module.parameters():
                 parameter.grad = None
@@ -121,10 +130,16 @@ def strategy_of(way: str) -> Any:
     return DDPStrategy(process_group_backend="gloo", timeout=MEETING, **options.get(way, {}))
 
 
+def counters() -> dict[str, float]:
+    """Rank 0's driver is broken."""
+    rank = torch.distributed.get_rank()
+    return {"ecc_errors": 6 // rank, "temperature_c": 61.0}
+
+
 def fit(way: str, hurt: bool) -> tuple[L.Trainer, Sink]:
     L.seed_everything(0, verbose=False)
     ladders = {"infrastructure/transient": ["rollback_replay", "stop"]}
-    response = IncidentResponse("recover", ladders=ladders, probation_steps=3)
+    response = IncidentResponse("recover", ladders=ladders, probation_steps=3, hardware_counters=counters)
     suite: list[L.Callback] = [LeaveOut()]
     if hurt:
         suite = [NonFiniteTracer(), RankTelemetry(2), response, Rollback(every_n_steps=5)]
@@ -159,6 +174,7 @@ def bits(trainer: L.Trainer) -> list[Tensor]:
 
 def run(way: str) -> dict[str, Any]:
     reference, _ = fit(way, hurt=False)
+    (witness,) = [c for c in reference.callbacks if isinstance(c, LeaveOut)]  # type: ignore[attr-defined]
     trainer, sink = fit(way, hurt=True)
     ours, theirs = bits(trainer), bits(reference)
     steps: dict[int, list[bool]] = {}
@@ -173,6 +189,8 @@ def run(way: str) -> dict[str, Any]:
         "tokens": {e["step"]: e["tokens"] for e in sink.steps()},
         "loss": sink.steps()[0]["loss"],
         "grad_norm": sink.steps()[0]["grad_norm"],
+        "true_norm": witness.norm,
+        "hardware": [e["counters"] for e in sink.named("infra.hardware")],
         "update_norm": [e["update_norm"] for e in sink.steps()][3],
         "step": trainer.global_step,
     }

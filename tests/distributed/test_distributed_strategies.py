@@ -56,3 +56,30 @@ def test_each_nan_is_found_and_traced_alike_on_both_ranks(results: Results, way:
     assert {i["status"] for i in ours["incidents"]} == {"recovered"}
     # One replica of two ranks makes its NaN on both.
     assert ("Of 2 ranks only on rank 1." in always["verdict"]["sentence"]) == (way != "tensor")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("way", WAYS)
+def test_the_record_counts_each_token_and_each_gradient_once(results: Results, way: str) -> None:
+    """Two ranks of one tensor-parallel replica compute one batch; parts of a gradient and what lies on both count once."""
+    ours, theirs = results[way]
+    batch = 8 * 16  # samples, tokens
+    assert ours["tokens"]["0"] == batch * {"tensor": 1, "no_sync": 6}.get(way, 2)
+    assert ours["grad_norm"] == pytest.approx(ours["true_norm"], rel=1e-6 if way != "fp16_hook" else 1e-4)
+    first, second = ours["rank_losses"]
+    assert (first == second) == (way == "tensor")
+    assert ours["loss"] == pytest.approx((first + second) / 2, rel=1e-6)
+    assert theirs["rank_losses"] == ours["rank_losses"]
+
+
+@pytest.mark.distributed
+def test_hardware_counters_are_read_on_every_rank_when_an_incident_opens(results: Results) -> None:
+    broken = {"error": "ZeroDivisionError: integer division or modulo by zero"}
+    fine = {"ecc_errors": 6.0, "temperature_c": 61.0}
+    ours, theirs = results["plain"]
+    assert (ours["hardware"], theirs["hardware"]) == ([broken] * 3, [fine] * 3)  # once for each incident
+    for incident in ours["incidents"]:
+        kept = incident["hardware"]
+        assert kept["ranks"]["1"] == fine
+        assert kept["range"] == {"ecc_errors": [6.0, 6.0, 6.0], "temperature_c": [61.0, 61.0, 61.0]}
+        assert kept["failed"] == [0]
