@@ -119,7 +119,7 @@ class CommHook(L.Callback):
 
 def strategy_of(way: str) -> Any:
     if way == "fsdp2":
-        return ModelParallelStrategy(process_group_backend="gloo", timeout=MEETING)
+        return ModelParallelStrategy(2, 1, process_group_backend="gloo", timeout=MEETING)
     if way == "tensor":
         return ModelParallelStrategy(1, 2, process_group_backend="gloo", timeout=MEETING)
     options = {
