@@ -83,9 +83,9 @@ def total_norm(
         shares: What each tensor's norm is multiplied by: ``1 / sqrt(n)`` where it lies on ``n`` ranks and the squares of all
             ranks will be summed.
     """
-    norms: Sequence[Tensor] = torch._foreach_norm(list(tensors), 2, dtype=dtype)
+    norms = list(torch._foreach_norm(list(tensors), 2, dtype=dtype))
     if shares is not None:
-        norms = torch._foreach_mul(norms, list(shares))
+        norms = list(torch._foreach_mul(norms, list(shares)))
     if norms[0].device.type == "cpu":  # after a backward every further kernel is called with cold caches
         return torch.tensor(math.hypot(*(n.item() for n in norms)), dtype=torch.float64)
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms).double())

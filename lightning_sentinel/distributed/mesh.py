@@ -33,7 +33,9 @@ def speaks_for_unit(mesh: Any) -> bool:
         mesh: ``module.device_mesh``: a ``DeviceMesh``, a plain mapping of names to meshes, or None.
     """
     names = getattr(mesh, "mesh_dim_names", None)
-    coordinate = mesh.get_coordinate() if names else None
+    if not names:
+        return True
+    coordinate = mesh.get_coordinate()
     return coordinate is None or part_of_unit(names, coordinate) == 0
 
 
