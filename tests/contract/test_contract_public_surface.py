@@ -18,7 +18,7 @@ FaultInjector(faults, journal, sample_id_fn)
 ForensicCheckpoint(every_n_steps, keep, keep_every_tokens, probation_steps, resume, write_lightning_ckpt,
     save_on_exception, config, run_dir, compare_steps)
 IncidentResponse(mode, ladders, budgets, budget_steps, probation_steps, recovered_z, lr_factor, lr_steps, lr_permanent,
-    triage, max_forwards, max_seconds, capture_state, capture_batch, bundle_bytes, exit_on_stop)
+    triage, max_forwards, max_seconds, capture_state, capture_batch, bundle_bytes, exit_on_stop, hardware_counters)
 LossScaleMonitor(max_consecutive, max_without_step, floor)
 NonFiniteTracer(boundaries, every_n, anomaly, max_traces, replay)
 Preflight(strict, skip, vocabulary_size, checkpoints)
