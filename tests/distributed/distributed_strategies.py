@@ -1,13 +1,14 @@
 """Many small fits in one group of processes, one for each way to run them: ``python distributed_strategies.py FOLDER``.
 
 Each way is trained twice. In the first fit nothing happens, but one update is left out by hand. In the second the last rank
-makes a NaN twice for once (answered by running the step again, then by going back to a restore point) and in one step each
-time that it is computed (answered by leaving that update out); a checkpoint is resumed from where the strategy is one of
-``RESUMED``. Each rank writes down for each way how the two differ and what was found.
+makes a NaN twice for once (answered by going back to a restore point) and in one step each time that it is computed
+(answered by leaving that update out). Where parameters are sharded a fit is also interrupted and taken up again. Each rank
+writes down for each way how they differ and what was found.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -26,8 +27,16 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_sentinel import IncidentResponse, NonFiniteTracer, RankTelemetry, Rollback
+from lightning_sentinel import (
+    ForensicCheckpoint,
+    IncidentResponse,
+    NonFiniteTracer,
+    RankTelemetry,
+    Rollback,
+    RunJournal,
+)
 from lightning_sentinel.context import context_of
+from lightning_sentinel.journal import iter_events
 from lightning_sentinel.state.tree import local
 
 ONCE, AGAIN, ALWAYS, STEPS = 7, 12, 16, 20
@@ -196,11 +205,53 @@ def run(way: str) -> dict[str, Any]:
     }
 
 
+class Stop(L.Callback):
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step == AGAIN:
+            raise InterruptedError
+
+
+def resume(way: str, folder: Path) -> dict[str, Any]:
+    """Interrupted after step 11, and taken up by a new Trainer from the checkpoint of step 10."""
+    reference, _ = fit(way, hurt=False)
+
+    def part(*extra: L.Callback) -> L.Trainer:
+        L.seed_everything(0, verbose=False)
+        suite = [RankTelemetry(), ForensicCheckpoint(5, probation_steps=2, save_on_exception=False)]
+        trainer = L.Trainer(
+            max_steps=STEPS,
+            accelerator="cpu",
+            devices=2,
+            strategy=strategy_of(way),
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            callbacks=[CollectiveLimit(), LeaveOut(), *extra, RunJournal(folder / f"run-{way}", report=False), *suite],
+        )
+        trainer.fit(Walk(way, hurt=False), Sequences(0 if way == "tensor" else trainer.global_rank))
+        return trainer
+
+    with contextlib.suppress(InterruptedError):
+        part(Stop())
+    trainer = part()
+    events = [e for e in iter_events(folder / f"run-{way}", rank=trainer.global_rank) if e["event"] == "run.resumed"]
+    ours, theirs = bits(trainer), bits(reference)
+    return {
+        "equal": len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)),
+        "resumed": [e["step"] for e in events],
+        "parts": [list(local(p).shape) for p in trainer.lightning_module.parameters()],
+    }
+
+
 def main() -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     for way in sys.argv[2:] or WAYS:
         result = run(way)
+        if way in ("fsdp2", "tensor"):
+            result["resume"] = resume(way, Path(sys.argv[1]))
         (Path(sys.argv[1]) / f"{way}-{torch.distributed.get_rank()}.json").write_text(json.dumps(result, default=str))
 
 

@@ -83,3 +83,16 @@ def test_hardware_counters_are_read_on_every_rank_when_an_incident_opens(results
         assert kept["ranks"]["1"] == fine
         assert kept["range"] == {"ecc_errors": [6.0, 6.0, 6.0], "temperature_c": [61.0, 61.0, 61.0]}
         assert kept["failed"] == [0]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("way", ["fsdp2", "tensor"])
+def test_sharded_parameters_are_taken_up_again_exactly(results: Results, way: str) -> None:
+    """By new Trainers, from the sharded checkpoint of step 10, after an interruption at step 12."""
+    for rank, result in enumerate(results[way]):
+        assert (result["resume"]["equal"], result["resume"]["resumed"]) == (True, [10])
+        parts = result["resume"]["parts"]
+        if way == "fsdp2":
+            assert parts[0] == [(16, 15)[rank], 32]  # of 31 rows
+        else:
+            assert parts[7:9] == [[32, 32], [32]]  # of 64 columns
