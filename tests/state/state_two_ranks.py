@@ -73,7 +73,7 @@ def fit(
     recorder = Recorder()
     module = Mixed(False) if mixed else TwoRanks(kind == "fsdp2", workers)
     strategy: Any = (
-        ModelParallelStrategy(process_group_backend="gloo")
+        ModelParallelStrategy(2, 1, process_group_backend="gloo")
         if kind == "fsdp2"
         else DDPStrategy(process_group_backend="gloo")
     )

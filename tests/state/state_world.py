@@ -221,8 +221,8 @@ def spoil(trainer: L.Trainer, module: Net, value: float = float("nan")) -> None:
             tensor.fill_(value if tensor.is_floating_point() else 99)
     for optimizer in trainer.strategy.optimizers:
         for state in optimizer.state.values():
-            for value in state.values():
-                value.fill_(77.0)
+            for moment in state.values():
+                moment.fill_(77.0)
         for group in optimizer.param_groups:
             group["lr"] = 123.0 if value != value else 1e-9
     for config in trainer.lr_scheduler_configs:
