@@ -44,6 +44,7 @@ class ReplayResult:
         losses: Loss of each micro-batch as ``training_step`` gave it, float32 on the CPU; NaN where there was none.
         loss: Mean of ``losses``.
         grad_norm: 2-norm of this rank's gradient, unscaled, before clipping; NaN if no backward was asked for.
+        has_gradient: Whether a backward gave any parameter a gradient: then ``grad_norm`` says whether it is finite.
         grads: Unscaled local gradients by parameter path, if they were asked for.
         sample_losses: ``module.sample_loss_nats`` of each micro-batch, ``[batch]`` nats, where ``training_step`` sets it.
         bitwise_equal: Losses equal to the live ones, bit for bit; None where the live ones are not known.
@@ -59,6 +60,7 @@ class ReplayResult:
 
     losses: list[float]
     grad_norm: float = math.nan
+    has_gradient: bool = False
     grads: dict[str, Tensor] | None = None
     sample_losses: list[Tensor | None] = field(default_factory=list)
     bitwise_equal: bool | None = None
@@ -77,11 +79,8 @@ class ReplayResult:
 
     @property
     def finite(self) -> bool:
-        return all(map(math.isfinite, self.losses)) and not (math.isinf(self.grad_norm) or self._norm_is_bad)
-
-    @property
-    def _norm_is_bad(self) -> bool:
-        return self.grads is not None and math.isnan(self.grad_norm)
+        """Losses and, where a backward gave one, the gradient."""
+        return all(map(math.isfinite, self.losses)) and (not self.has_gradient or math.isfinite(self.grad_norm))
 
 
 def block_paths(module: nn.Module, patterns: Sequence[str] | str = "auto") -> list[str]:
@@ -310,6 +309,7 @@ class _Run:
         return ReplayResult(
             losses=losses,
             grad_norm=norm,
+            has_gradient=bool(grads),
             grads=kept if keep_grads else None,
             sample_losses=self.sample_losses,
             origin=origin,

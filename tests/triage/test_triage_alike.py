@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning_sentinel.context import context_of
 from lightning_sentinel.incidents import VerdictKind
 
 PEAK = 400.0  # the loss of the spike, in the units of this regression; without a fault it is about 1
+CLOSE = 0.01
 Hurt = Callable[[Any, Any, Any], None]
 
 
@@ -71,12 +73,18 @@ def _peak(hurt: Hurt, at: int) -> float:
 
 
 def _size_for(make: Callable[[float], Hurt], at: int) -> float:
-    """By bisection on a logarithmic scale: the size of the fault that gives the peak."""
-    low, high = 1.0, 1e4
-    for _ in range(11):
-        middle = (low * high) ** 0.5
-        low, high = (low, middle) if _peak(make(middle), at) > PEAK else (middle, high)
-    return (low * high) ** 0.5
+    """Size of the fault that gives the peak. By regula falsi on logarithmic scales, on which the peak is nearly a line."""
+    target = math.log(PEAK)
+    ends = [(math.log(size), math.log(_peak(make(size), at)) - target) for size in (3.0, 300.0)]
+    for _ in range(12):
+        (low, below), (high, above) = ends
+        size = low - below * (high - low) / (above - below)
+        miss = math.log(_peak(make(math.exp(size)), at)) - target
+        if abs(miss) < CLOSE:
+            return math.exp(size)
+        # The end that stays counts half the next time, or it would stay for long (the Illinois rule).
+        ends = [(size, miss), (high, above / 2)] if miss < 0 else [(low, below / 2), (size, miss)]
+    raise AssertionError(f"no size gives a peak of {PEAK}: {ends}")
 
 
 @pytest.mark.slow

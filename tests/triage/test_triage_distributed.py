@@ -80,6 +80,17 @@ def test_the_first_layer_in_which_a_rank_differs_is_named(verdicts: Any) -> None
     assert healthy["module"] is None
 
 
+def test_the_suspect_ranks_batch_is_computed_on_every_rank(verdicts: Any) -> None:
+    first, second = verdicts["alone_in_its_answer"]
+    assert first == second
+    assert (first["kind"], first["culprits"]) == ("infrastructure", ["rank:1"])
+    [same] = [e for e in first["experiments"] if e["name"] == "the same batch on every rank"]
+    assert same["detail"]["of_rank"] == 1
+    healthy, failing = same["detail"]["losses"]
+    assert failing > 100 * healthy
+    assert first["sentence"].endswith("It is alone in its answer.")
+
+
 def test_an_experiment_that_fails_on_one_rank_is_available_on_none(verdicts: Any) -> None:
     for verdict in verdicts["failing_replay"]:
         assert verdict["sentence"] == "The step could not be replayed: rank 1: RuntimeError: no second time"

@@ -191,6 +191,30 @@ def test_a_non_finite_step_is_numerics_with_the_module() -> None:
     assert wider.result == "not finite in float64 either"
 
 
+@pytest.mark.parametrize("fault", ["kernel", "where"])
+def test_a_gradient_without_a_value_has_none_in_wider_numbers_either(fault: str) -> None:
+    verdict, _ = run(None, FindingKind.NONFINITE_GRADS, at=3, module=Smooth(fault), fit_options={"kind": fault})
+    assert verdict is not None
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.NUMERICS, ("module:blocks.1.mixer",))
+    [wider] = [e for e in verdict.experiments if e.name == "wider dtype"]
+    assert wider.result == "not finite in float64 either"
+    assert math.isnan(wider.detail["grad_norm"])
+    assert math.isfinite(wider.detail["loss"])
+    assert verdict.sentence.endswith("The step is not finite in float64 either.")
+
+
+def test_a_gradient_that_left_the_range_of_float32_is_finite_in_wider_numbers() -> None:
+    def steep(trainer: Any, module: Any, batch: Any) -> None:
+        for p in module.head.parameters():  # 1e25 times 1e25 behind it
+            p.data.mul_(1e25)
+
+    verdict, _ = run(steep, FindingKind.NONFINITE_LOSS, at=3, hurt_at=3)
+    assert verdict is not None
+    [wider] = [e for e in verdict.experiments if e.name == "wider dtype"]
+    assert wider.result == "finite in float64"
+    assert verdict.sentence.endswith("The step is finite in float64. It left the range of float32.")
+
+
 def test_a_transient_value_is_infrastructure_with_module_and_rank() -> None:
     def once(trainer: Any, module: Any, batch: Any) -> None:
         fired: list[int] = []

@@ -34,13 +34,16 @@ FAULTS = {  # at which step which one
     16: "finding_of_one_rank",
     17: "failing_replay",
     18: "sealed_batch",
-    19: "bad_rank",
+    19: "alone_in_its_answer",
+    20: "bad_rank",
     24: "rate_spike",  # without a scheduler the plan is what the rate has been
 }
 NONFINITE = ("transient", "masked_rank", "failing_replay")
 
 
 class Fault(L.Callback):
+    hook: Any = None
+
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == SNAPSHOT:
             context_of(trainer).snapshots.append(take(trainer))
@@ -50,6 +53,8 @@ class Fault(L.Callback):
         if name == "loud_layer":
             mixer = pl_module.blocks[2].mixer
             self.hook = mixer.register_forward_hook(lambda module, args, output: output * 50.0)
+        if name == "alone_in_its_answer":  # whatever the batch, and in every replay
+            self.hook = pl_module.head.register_forward_hook(lambda module, args, output: output + 30.0)
         if name == "bad_rank":
             pl_module.head.weight.data.normal_(0.0, 10.0, generator=torch.Generator().manual_seed(1))
         if name == "transient":
@@ -75,7 +80,7 @@ class Fault(L.Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         pl_module.refuses = False
-        if FAULTS.get(trainer.global_step - 1) == "loud_layer" and trainer.global_rank == 1:
+        if self.hook is not None:
             self.hook.remove()
         trainer.optimizers[0].param_groups[0]["lr"] = 1e-3
 
