@@ -66,9 +66,7 @@ def test_a_rank_without_a_supervised_token_is_named_and_leaves_the_mean_unharmed
     assert first["verdict"] == second["verdict"]
     assert first["verdict"]["kind"] == "data"
     assert len(first["verdict"]["culprits"]) == 4
-    [message] = {
-        f["message"] for f in first["findings"] if f["kind"] == "no_supervised_tokens" and f["ranks"] == [1]
-    }
+    [message] = {f["message"] for f in first["findings"] if f["kind"] == "no_supervised_tokens" and f["ranks"] == [1]}
     assert message.startswith("rank 1: none of the 4 samples has a target that carries loss")
     step = first["steps"][str(AT)]
     assert float(step["loss"]) == pytest.approx(float(step["rank_losses"][0]), abs=1e-5)

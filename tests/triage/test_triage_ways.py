@@ -150,7 +150,9 @@ def _left_behind(hurt: Any, callbacks: list[L.Callback]) -> tuple[list[str], L.T
     return [*held, str(loader.state_dict()), *logged], trainer
 
 
-@pytest.mark.parametrize(("hurt", "kind"), [(_wrong_targets, "data"), (_rate, "optimization"), (_once, "infrastructure")])
+@pytest.mark.parametrize(
+    ("hurt", "kind"), [(_wrong_targets, "data"), (_rate, "optimization"), (_once, "infrastructure")]
+)
 def test_a_run_goes_on_to_the_bit_beside_the_whole_ladder(hurt: Any, kind: str) -> None:
     alone, _ = _left_behind(hurt, [])
     watched, trainer = _left_behind(hurt, default_callbacks()[1:])  # without the run folder
