@@ -75,11 +75,19 @@ def _peak(hurt: Hurt, at: int) -> float:
 def _size_for(make: Callable[[float], Hurt], at: int) -> float:
     """Size of the fault that gives the peak. By regula falsi on logarithmic scales, on which the peak is nearly a line."""
     target = math.log(PEAK)
-    ends = [(math.log(size), math.log(_peak(make(size), at)) - target) for size in (3.0, 300.0)]
+
+    def miss_of(size: float) -> float:
+        return math.log(_peak(make(math.exp(size)), at)) - target
+
+    low, below = 0.0, -target  # without a fault the loss is about 1
+    high = math.log(5.0)
+    while (above := miss_of(high)) < 0.0:
+        low, below, high = high, above, high + math.log(4.0)
+    ends = [(low, below), (high, above)]
     for _ in range(12):
         (low, below), (high, above) = ends
         size = low - below * (high - low) / (above - below)
-        miss = math.log(_peak(make(math.exp(size)), at)) - target
+        miss = miss_of(size)
         if abs(miss) < CLOSE:
             return math.exp(size)
         # The end that stays counts half the next time, or it would stay for long (the Illinois rule).
