@@ -61,9 +61,12 @@ def configuration() -> str:
     ]
     for target, options in groupby(config_options(), key=lambda row: (row["target"], row["file"])):
         name = target[0].rpartition(".")[2]
-        parts.append(f"## {name}\n\n`{target[1]}`\n\n| path | default | type | meaning |\n| --- | --- | --- | --- |")
+        parts.append(
+            f"## {name}\n\n`{target[1]}`\n\n| path | default | type | unit, bound | meaning |\n| --- | --- | --- | --- | --- |"
+        )
         parts += [
-            f"| `{row['path']}` | `{json.dumps(row['default'])}` | {cell(row['type'])} | {cell(row['meaning'])} |"
+            f"| `{row['path']}` | `{json.dumps(row['default'])}` | {cell(row['type'])} |"
+            f" {cell('; '.join(x for x in (row['unit'], row['bound']) if x))} | {cell(row['meaning'])} |"
             for row in options
         ]
         parts.append("")

@@ -218,6 +218,15 @@ LIMITS: Mapping[str, Mapping[str, Limit]] = {
     },
 }
 
+# The words that an option may be, where it is one of a few.
+CHOICES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "BatchValidator": {"repeats": ("report", "allow")},
+    "RankTelemetry": {"sync": ("gate", "lagged")},
+    "ReplicaConsistency": {"buffers": ("auto", "all", "none")},
+    "Rollback": {"cursor": ("auto", "require")},
+    "policy": {"mode": ("observe", "guard", "recover")},
+}
+
 # Which of these a callback's options are checked by, where it is not its own name.
 CHECKED_BY = {
     "SpikeDetector": "Spike",

@@ -19,8 +19,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .incidents import Action, FindingKind, Verdict, VerdictKind
+from .limits import CHOICES
 
-MODES = ("observe", "guard", "recover")
+MODES = CHOICES["policy"]["mode"]
 
 # case -> actions by repetition. The reasons stand beside each.
 DEFAULT_LADDERS: dict[str, tuple[Action, ...]] = {

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..collectives import gather_flat
 from ..incidents import Finding, FindingKind
-from ..limits import check_limits
+from ..limits import CHOICES, check_limits
 from ..record import StepRecord
 from ..state import lightning_private as private
 from ..state.fingerprint import Difference, differences, digest, fingerprints
@@ -23,7 +23,7 @@ from .base import SentinelCallback, gather_objects, needs_telemetry
 
 log = logging.getLogger("lightning_sentinel")
 
-BUFFERS = ("auto", "all", "none")
+BUFFERS = CHOICES["ReplicaConsistency"]["buffers"]
 AGAIN = 10  # steps until the next look while the replicas differ: fewer than the probation of an incident
 SYNCHRONISED = 3  # changes of a buffer that all replicas made alike, after which it is taken for synchronised
 NAMED = 8  # tensors named in a finding, and compared by value

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from importlib.resources import files
 from typing import Any
 
-from ..limits import limits_of
+from ..limits import CHOICES, limits_of
 from .common import OK, Commands, add_command, print_json
 
 
@@ -54,10 +54,11 @@ def config_options() -> Iterator[dict[str, Any]]:
         name, values = next((k, v) for k, v in nodes.items() if "_target_" in v)
         signature = inspect.signature(get_class(values["_target_"])).parameters
         limits = limits_of(values["_target_"].rpartition(".")[2])
+        choices = CHOICES.get(values["_target_"].rpartition(".")[2], {})
         meanings = _comments(text)
         for key, value in values.items():
             if key != "_target_":
-                limit = limits.get(key)
+                limit, words = limits.get(key), choices.get(key)
                 yield {
                     "callback": name,
                     "target": values["_target_"],
@@ -66,9 +67,42 @@ def config_options() -> Iterator[dict[str, Any]]:
                     "default": value,
                     "type": str(signature[key].annotation) if key in signature else "",
                     "unit": limit.unit if limit else "",
-                    "bound": limit.words() if limit else "",
+                    "bound": limit.words() if limit else one_of(words),
                     "meaning": meanings.get(key, ""),
                 }
+    yield from _policy_options()
+
+
+def _policy_options() -> Iterator[dict[str, Any]]:
+    """The group ``policy``: what the answers are. Its files differ in the mode only."""
+    from omegaconf import OmegaConf
+
+    from ..policy import DEFAULT_BUDGETS, DEFAULT_LADDERS
+
+    text = files("lightning_sentinel.conf").joinpath("policy", "observe.yaml").read_text(encoding="utf-8")
+    values: Any = OmegaConf.to_container(OmegaConf.create(text))
+    bounds = {
+        "mode": one_of(CHOICES["policy"]["mode"]),
+        "ladders": f"cases: {', '.join(DEFAULT_LADDERS)}",
+        "budgets": f"actions: {', '.join(DEFAULT_BUDGETS)}; each at least 0",
+    }
+    meanings = _comments(text)
+    for key, value in values.items():
+        yield {
+            "callback": "policy",
+            "target": "lightning_sentinel.policy.Policy",
+            "file": "policy/observe.yaml",
+            "path": f"policy.{key}",
+            "default": value,
+            "type": {"mode": "str", "ladders": "dict[str, list[str]]", "budgets": "dict[str, int]"}[key],
+            "unit": "times within budget_steps steps" if key == "budgets" else "",
+            "bound": bounds[key],
+            "meaning": meanings.get(key, ""),
+        }
+
+
+def one_of(words: tuple[str, ...] | None) -> str:
+    return f"one of {', '.join(words)}" if words else ""
 
 
 def _comments(text: str) -> dict[str, str]:

@@ -288,6 +288,10 @@ def test_config_lists_every_option_with_its_meaning(capsys: pytest.CaptureFixtur
         "  callbacks.run_journal.step_interval=1  (int; steps; at least 0 (0: no step lines))\n"
         "      Journal every Nth step's signals; 0: none." in capsys.readouterr().out
     )
+    assert main(["config", "rank_telemetry"]) == 0
+    assert 'callbacks.rank_telemetry.sync="gate"  (str; one of gate, lagged)' in capsys.readouterr().out
+    assert main(["config", "policy"]) == 0
+    assert '  policy.mode="observe"  (str; one of observe, guard, recover)' in capsys.readouterr().out
     assert main(["config", "run_jurnal", "--json"]) == 2
     assert capsys.readouterr().err.startswith(
         "lightning-sentinel: No callback 'run_jurnal' in the configuration; there are: batch_validator,"
