@@ -62,7 +62,8 @@ def configuration() -> str:
     for target, options in groupby(config_options(), key=lambda row: (row["target"], row["file"])):
         name = target[0].rpartition(".")[2]
         parts.append(
-            f"## {name}\n\n`{target[1]}`\n\n| path | default | type | unit, bound | meaning |\n| --- | --- | --- | --- | --- |"
+            f"## {name}\n\n`{target[1]}`\n\n"
+            "| path | default | type | unit, bound | meaning |\n| --- | --- | --- | --- | --- |"
         )
         parts += [
             f"| `{row['path']}` | `{json.dumps(row['default'])}` | {cell(row['type'])} |"
