@@ -46,7 +46,8 @@ DEFAULT_LADDERS: dict[str, tuple[Action, ...]] = {
     "infrastructure/transient": (Action.RETRY_STEP, Action.RETRY_STEP, Action.ROLLBACK_REPLAY, Action.STOP),
     # One rank's state is damaged: every rank goes back, the data stays.
     "infrastructure/rank": (Action.ROLLBACK_REPLAY, Action.ROLLBACK_REPLAY, Action.STOP),
-    "optimization/lr": (Action.ROLLBACK_REPLAY, Action.ROLLBACK_REPLAY, Action.REDUCE_LR, Action.STOP),
+    # A rate that is too high by plan comes again: lower it, and take the damaged steps again at the lower one.
+    "optimization/lr": (Action.ROLLBACK_REPLAY, Action.REDUCE_LR, Action.ROLLBACK_REPLAY, Action.STOP),
     "optimization/state": (Action.ROLLBACK_REPLAY, Action.RESTORE_OPTIMIZER, Action.REDUCE_LR, Action.STOP),
     # The schedule lost its place at a restart: put it back before the first update.
     "optimization/scheduler": (Action.RESTORE_OPTIMIZER, Action.RESTORE_OPTIMIZER, Action.STOP),
