@@ -10,11 +10,10 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_sentinel import limits
 from lightning_sentinel.detectors.robust import (
     RollingWindow,
     average_ranks,
-    check_bound,
-    check_count,
     mann_kendall,
     sorted_mad,
     theil_sen,
@@ -96,13 +95,15 @@ def test_theil_sen_equals_scipy(values):
         (2.0, "X: y must be at most 1, found 2.0."),
     ],
 )
-def test_bounds_name_field_found_and_bound(value, message):
+def test_bounds_name_field_found_and_bound(value, message, monkeypatch):
+    monkeypatch.setitem(limits.LIMITS, "X", {"y": limits.Limit("parts", above=0.0, most=1.0)})
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        check_bound("X", "y", value, above=0.0, most=1.0)
+        limits.check_limits("X", {"y": value})
 
 
-def test_counts_are_whole_numbers():
+def test_counts_are_whole_numbers(monkeypatch):
+    monkeypatch.setitem(limits.LIMITS, "X", {"n": limits.Limit("steps", least=3, whole=True)})
     with pytest.raises(ValueError, match=r"X: n must be a whole number, found 2\.5\."):
-        check_count("X", "n", 2.5, least=1)
+        limits.check_limits("X", {"n": 2.5})
     with pytest.raises(ValueError, match=r"X: n must be at least 3, found 2\."):
-        check_count("X", "n", 2, least=3)
+        limits.check_limits("X", {"n": 2})
