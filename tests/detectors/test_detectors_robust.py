@@ -87,12 +87,12 @@ def test_theil_sen_equals_scipy(values):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (0.0, "X: y must be greater than 0, found 0.0."),
-        (-1.0, "X: y must be greater than 0, found -1.0."),
+        (0.0, "X: y must be greater than 0 and at most 1, found 0.0."),
+        (-1.0, "X: y must be greater than 0 and at most 1, found -1.0."),
         (math.nan, "X: y must be a number, found nan."),
         ("8", "X: y must be a number, found '8'."),
         (True, "X: y must be a number, found True."),
-        (2.0, "X: y must be at most 1, found 2.0."),
+        (2.0, "X: y must be greater than 0 and at most 1, found 2.0."),
     ],
 )
 def test_bounds_name_field_found_and_bound(value, message, monkeypatch):
