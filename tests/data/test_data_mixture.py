@@ -517,7 +517,7 @@ def test_combined_loaders(tmp_path: Any) -> None:
 def _draw_as_rank(rank: int, folder: str) -> None:
     store = f"file://{folder}/store"
     torch.distributed.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        "gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=240)
     )
     loader = mixture(AB, batch_size=3)
     drawn = take(loader, 4)

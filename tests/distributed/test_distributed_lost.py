@@ -77,11 +77,17 @@ def test_what_changed_since_the_last_fit(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_rank_that_hangs_is_named_within_the_time_out(tmp_path: Path) -> None:
     """Rank 1 stands still in step 5; after the time-out rank 0 gives up, and says whom it waited for."""
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), str(tmp_path), "--steps=9", "--hang=5", "--timeout=25"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    for attempt in range(2):  # on a busy machine the ranks may not meet within the short time-out: then once more
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        command = [sys.executable, "-W", "ignore", str(SCRIPT), str(folder), "--steps=9", "--hang=5", "--timeout=25"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+        if any(e["event"] == "step" for e in read(folder, 0)):
+            break
+    tmp_path = folder
     assert done.returncode != 0
     [lost] = [e for e in read(tmp_path, 0) if e["event"] == "infra.event"]
     # step lines are written at intervals: rank 1's newest is at most that of step 4
