@@ -28,7 +28,9 @@ _POLL_SECONDS = 0.1
 _TAIL_BYTES = 65536
 _LOOK_AT = 64  # ranks of larger jobs look at that many of the ranks that follow them
 _NAMED = 8
-_FAILED = re.compile(r"gloo|nccl|closed by peer|reset by peer|timed out|broken pipe|process group", re.IGNORECASE)
+_FAILED = re.compile(
+    r"gloo|nccl|closed by peer|reset by peer|pair closure|timed out|broken pipe|process group", re.IGNORECASE
+)
 
 
 def is_lost_connection(kind: str, message: str) -> bool:

@@ -26,11 +26,14 @@ MEETING, LIMIT = timedelta(minutes=5), timedelta(seconds=60)
 
 
 class CollectiveLimit(L.Callback):
-    """From the first batch on every collective has :data:`LIMIT`."""
+    """From the first batch on every collective has this time-out."""
+
+    def __init__(self, limit: timedelta = LIMIT) -> None:
+        self.limit = limit
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         torch.distributed.barrier()
-        torch.distributed.distributed_c10d._set_pg_timeout(LIMIT)
+        torch.distributed.distributed_c10d._set_pg_timeout(self.limit)
 
 
 def fork_ranks(ranks: int, main: Callable[[], None], seconds: float = 600.0) -> int:

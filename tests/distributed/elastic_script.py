@@ -21,6 +21,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
+from distributed_kit import MEETING, CollectiveLimit
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
@@ -81,13 +82,16 @@ def die() -> None:
 class Killer(L.Callback):
     """Ends this process in the middle of what the plan names, at the first chance from ``step`` on."""
 
-    def __init__(self, where: str, step: int) -> None:
-        self.where, self.step, self.armed = where, step, False
+    def __init__(self, where: str, step: int, after: Path | None = None) -> None:
+        self.where, self.step, self.after, self.armed = where, step, after, False
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self.armed or trainer.global_step < self.step:
             return
         self.armed = True
+        end = time.monotonic() + 50  # the other ranks wait in a collective meanwhile
+        while self.after is not None and not is_known_good(self.after) and time.monotonic() < end:
+            time.sleep(0.02)
         if self.where == "step":
             die()
         elif self.where == "gather":  # the others are in it already, or will wait in it
@@ -103,6 +107,12 @@ class Killer(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         assert not self.armed or self.where in ("checkpoint", "publish", "rollback")
+
+
+def is_known_good(checkpoint: Path) -> bool:
+    """Whether the thread that writes has come as far as that."""
+    status = checkpoint / "status.json"
+    return status.exists() and json.loads(status.read_text())["status"] == "known_good"
 
 
 def _after(owner: Any, name: str, calls: int) -> None:
@@ -196,14 +206,17 @@ def main() -> None:
     if rank == 1 and attempt > 0:
         time.sleep(arguments.skew)
     if not arguments.plain:
-        init_process_group(timeout=timedelta(seconds=arguments.timeout))
+        init_process_group(timeout=MEETING)
 
-    mine: list[L.Callback] = [Pace(arguments.pace)] if arguments.pace else []
+    mine: list[L.Callback] = [CollectiveLimit(timedelta(seconds=arguments.timeout))]
+    if arguments.pace:
+        mine.append(Pace(arguments.pace))
     if arguments.rollback_every:
         mine.append(GoesBack(arguments.rollback_every))
     kill = arguments.kills[attempt] if attempt < len(arguments.kills) else None
     if kill is not None and kill["rank"] == rank:
-        mine.append(Killer(kill["where"], kill["step"]))
+        after = arguments.folder / "checkpoints" / kill["after"] if "after" in kill else None
+        mine.append(Killer(kill["where"], kill["step"], after))
     if arguments.hang >= 0 and rank == 1:
         mine.append(Hang(arguments.hang))
     if attempt == 0 and str(rank) in (arguments.terminate or {}):
@@ -217,7 +230,7 @@ def main() -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=arguments.devices,
-        strategy=DDPStrategy(timeout=timedelta(seconds=arguments.timeout)),
+        strategy=DDPStrategy(timeout=MEETING),
         max_epochs=-1,
         max_steps=arguments.steps,
         logger=False,

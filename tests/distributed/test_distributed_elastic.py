@@ -48,7 +48,7 @@ def test_ten_kills_and_back_each_time(calm: Path, tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 def test_torchrun_brings_it_back_as_typed(calm: Path, tmp_path: Path) -> None:
     """The command line itself, ranks that start three seconds apart, one kill in a gather."""
-    kills = json.dumps([{"rank": 1, "step": 21, "where": "gather"}])
+    kills = json.dumps([{"rank": 1, "step": 21, "where": "gather", "after": "step-00000020"}])
     command = torchrun_command(2, 1, str(tmp_path), f"--steps={STEPS}", f"--kills={kills}", "--skew=3")
     assert run(command, 350).returncode == 0
     found = compare(calm, tmp_path, 2, STEPS)

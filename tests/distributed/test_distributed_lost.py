@@ -46,6 +46,8 @@ def test_who_is_named(tmp_path: Path) -> None:
     [
         ("RuntimeError", GLOO, True),
         ("RuntimeError", TIMEOUT, True),
+        ("RuntimeError", "Application timeout caused pair closure", True),  # the same, seen from another thread of gloo
+        ("RuntimeError", "the reader gave up after its timeout", False),
         ("DistBackendError", "anything", True),
         ("RuntimeError", "CUDA error: an illegal memory access", False),
         ("ValueError", GLOO, False),
@@ -77,17 +79,11 @@ def test_what_changed_since_the_last_fit(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(300)
 def test_a_rank_that_hangs_is_named_within_the_time_out(tmp_path: Path) -> None:
     """Rank 1 stands still in step 5; after the time-out rank 0 gives up, and says whom it waited for."""
-    for attempt in range(2):  # on a busy machine the ranks may not meet within the short time-out: then once more
-        folder = tmp_path / str(attempt)
-        folder.mkdir()
-        command = [sys.executable, "-W", "ignore", str(SCRIPT), str(folder), "--steps=9", "--hang=5", "--timeout=25"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
-        if any(e["event"] == "step" for e in read(folder, 0)):
-            break
-    tmp_path = folder
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), str(tmp_path), "--steps=9", "--hang=5", "--timeout=25"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode != 0
     [lost] = [e for e in read(tmp_path, 0) if e["event"] == "infra.event"]
     # step lines are written at intervals: rank 1's newest is at most that of step 4
@@ -97,5 +93,6 @@ def test_a_rank_that_hangs_is_named_within_the_time_out(tmp_path: Path) -> None:
     assert lost["step"] == 5
     assert f"lightning-sentinel: {lost['text']}" in done.stderr  # with the traceback itself
     [error] = [e for e in read(tmp_path, 0) if e["event"] == "exception"]
-    assert "imed out" in error["message"]
+    # gloo says it in either way, whichever of its threads is first
+    assert "imed out" in error["message"] or error["message"] == "Application timeout caused pair closure"
     assert error["time"] <= lost["time"]
