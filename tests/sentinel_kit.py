@@ -1,8 +1,13 @@
-"""What several rooms share: a sink that keeps events in memory, a small stateful loader, a Trainer without noise."""
+"""What several rooms share: a sink that keeps events in memory, a small stateful loader, a quiet Trainer, two processes."""
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -116,3 +121,19 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
 
 def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def run_ranks(script: Path, *arguments: object, seconds: float = 280) -> None:
+    """Run a script whose Trainer starts its own ranks, on a free port; its complaints are the test's."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parent),
+    }
+    command = [sys.executable, str(script), *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -15,14 +15,13 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from sentinel_kit import Loader, Net, Sink
+from sentinel_kit import Loader, Net, make_trainer
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_sentinel import Preflight, RankTelemetry
 from lightning_sentinel.callbacks import run_journal
 from lightning_sentinel.callbacks.preflight import PreflightError
-from lightning_sentinel.context import context_of
 
 SCENARIOS = ("alike", "weights", "config", "versions", "strict", "sharded")
 
@@ -50,20 +49,13 @@ def fit(scenario: str, folder: Path) -> None:
     sharded = scenario == "sharded"
     strategy: Any = (ModelParallelStrategy if sharded else DDPStrategy)(process_group_backend="gloo")
     preflight = Preflight(strict=scenario == "strict", skip=[] if sharded else ["warmup", "clipping"])
-    trainer = L.Trainer(
+    trainer, sink = make_trainer(
+        [*([Scatter()] if scenario in ("weights", "strict") else []), preflight, RankTelemetry()],
         max_steps=2,
-        accelerator="cpu",
         devices=2,
         strategy=strategy,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
-        callbacks=[*([Scatter()] if scenario in ("weights", "strict") else []), preflight, RankTelemetry()],
     )
-    sink = Sink()
-    context_of(trainer).journal = sink
     module = Sharded() if sharded else Net()
     if scenario == "config":
         module.save_hyperparameters({"width": 8 + trainer.global_rank, "depth": 2})

@@ -16,7 +16,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from sentinel_kit import Loader, Net, Sink
+from sentinel_kit import Loader, Net, make_trainer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -96,22 +96,15 @@ def fit(scenario: str, folder: Path) -> None:
     callbacks: list[L.Callback] = [parting, watch, RankTelemetry()]
     if scenario.endswith("recover") or scenario == "flip":
         callbacks += [IncidentResponse(mode="recover", probation_steps=4), Rollback(every_n_steps=4)]
-    trainer = L.Trainer(
+    trainer, sink = make_trainer(
+        callbacks,
         max_steps=STEPS,
-        accelerator="cpu",
         devices=2,
         strategy=strategy,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
-        callbacks=callbacks,
     )
     if scenario == "averaged":
         trainer.strategy._model_averaging_period = 3  # type: ignore[attr-defined]
-    sink = Sink()
-    context_of(trainer).journal = sink
     module = Model(sharding)
     trainer.fit(module, Loader(seed=trainer.global_rank))
     vector = torch.cat([getattr(p, "_local_tensor", p).detach().reshape(-1) for p in module.parameters()])

@@ -5,10 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -17,7 +13,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 from callbacks_two_ranks import BAD_STEP, NAN_STEP, STEPS
-from sentinel_kit import Loader, Net, make_trainer, same_bits, weights
+from sentinel_kit import Loader, Net, make_trainer, run_ranks, same_bits, weights
 from torch import Tensor
 
 from lightning_sentinel import IncidentResponse, NonFiniteTracer, RankTelemetry, Rollback
@@ -83,18 +79,7 @@ def test_one_bad_micro_batch_holds_its_whole_window(mode: str, which: int) -> No
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[1]),
-    }
-    command = [sys.executable, str(SCRIPT), str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(SCRIPT, folder, seconds=120)
     return folder
 
 

@@ -5,10 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +15,7 @@ import torch.nn.functional as F
 from hybrid_lm.model import HybridLMConfig
 from hybrid_lm.module import AdamWCosine, HybridLMModule
 from preflight_ranks import SCENARIOS
-from sentinel_kit import Loader, Net, make_trainer
+from sentinel_kit import Loader, Net, make_trainer, run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -414,18 +410,7 @@ def test_the_example_s_own_configuration_has_no_warning() -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("preflight")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[1]),
-    }
-    command = [sys.executable, str(SCRIPT), str(folder), *SCENARIOS]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(SCRIPT, folder, *SCENARIOS)
     return {s: [json.loads((folder / f"{s}-{r}.json").read_text()) for r in (0, 1)] for s in SCENARIOS}
 
 

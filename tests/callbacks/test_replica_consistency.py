@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replica_ranks import EVERY, HIT, SCENARIOS
-from sentinel_kit import Loader, Net, make_trainer
+from sentinel_kit import Loader, Net, make_trainer, run_ranks
 
 from lightning_sentinel import RankTelemetry, ReplicaConsistency
 from lightning_sentinel.callbacks.replica_consistency import Judgement, Witness, judge
@@ -128,18 +124,7 @@ def test_two_replicas_need_another_witness() -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("replicas")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[1]),
-    }
-    command = [sys.executable, str(SCRIPT), str(folder), *SCENARIOS]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(SCRIPT, folder, *SCENARIOS)
     return {s: [json.loads((folder / f"{s}-{r}.json").read_text()) for r in (0, 1)] for s in SCENARIOS}
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from sentinel_kit import Loader, Sink
+from sentinel_kit import Loader, Sink, make_trainer
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -61,20 +61,13 @@ def fit(kind: str, probe: bool) -> tuple[L.Trainer, Sink, dict[str, Tensor]]:
     torch.manual_seed(0)
     strategy = (ModelParallelStrategy if kind == "fsdp2" else DDPStrategy)(process_group_backend="gloo")
     probes = [DeepProbe(every_n_steps=EVERY)] if probe else []
-    trainer = L.Trainer(
+    trainer, sink = make_trainer(
+        [RankTelemetry(), IncidentResponse(mode="guard"), *probes],
         max_steps=STEPS,
-        accelerator="cpu",
         devices=2,
         strategy=strategy,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
-        callbacks=[RankTelemetry(), IncidentResponse(mode="guard"), *probes],
     )
-    sink = Sink()
-    context_of(trainer).journal = sink
     module = Deep(kind == "fsdp2")
     trainer.fit(module, Loader(seed=trainer.global_rank))
     return trainer, sink, {n: getattr(p, "_local_tensor", p).detach().clone() for n, p in module.named_parameters()}

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import socket
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +15,7 @@ from hybrid_lm.model import HybridLMConfig
 from hybrid_lm.module import AdamWCosine, HybridLMModule
 from lightning.pytorch.plugins import MixedPrecision
 from probes_two_ranks import BAD, EVERY, STEPS, STRATEGIES
-from sentinel_kit import Loader, Net, Sink, make_trainer, same_bits, weights
+from sentinel_kit import Loader, Net, Sink, make_trainer, run_ranks, same_bits, weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -361,18 +357,7 @@ def test_options_are_checked() -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("probes")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[1]),
-    }
-    command = [sys.executable, str(SCRIPT), str(folder), *STRATEGIES]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(SCRIPT, folder, *STRATEGIES)
     return {s: [json.loads((folder / f"{s}-{r}.json").read_text()) for r in (0, 1)] for s in STRATEGIES}
 
 

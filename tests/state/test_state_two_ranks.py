@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sentinel_kit import run_ranks
 
 # strategy, accumulation, workers -> step of the restore point
 CELLS = {
@@ -26,19 +23,9 @@ CELLS = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All scenes in one pair of processes: starting them costs more than training."""
     folder = tmp_path_factory.mktemp("two-ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     script = Path(__file__).with_name("state_two_ranks.py")
     scenes = [":".join(map(str, cell)) for cell in CELLS]
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder), *scenes, "uneven:early", "uneven:late", "skip", "late"],
-        env={**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=420,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(script, folder, *scenes, "uneven:early", "uneven:late", "skip", "late", seconds=420)
     return folder
 
 
