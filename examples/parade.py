@@ -8,10 +8,8 @@ At most ``parade.jobs`` processes train at the same time. When all have ended, :
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -25,8 +23,10 @@ from omegaconf import DictConfig
 from parade_proof import judge, print_table
 from tqdm import tqdm
 
+from lightning_sentinel.canary.app import end_group
 from lightning_sentinel.journal import to_json
 
+PATIENCE = (10.0, 10.0)  # seconds that a leg has to end, after being asked and after being told
 PRETRAIN = Path(__file__).resolve().parent / "pretrain.py"
 
 
@@ -198,7 +198,7 @@ class Runner:
     def reap(self) -> None:
         for name, child in list(self.children.items()):
             if child.poll() is None and time.monotonic() - self.started[name] > 60 * self.cfg.timeout_minutes:
-                end_group(child)
+                end_group(child, PATIENCE)
             if child.poll() is not None:
                 self.ended[name] = child.returncode
                 del self.children[name]
@@ -218,17 +218,7 @@ class Runner:
 
     def stop(self) -> None:
         for child in self.children.values():
-            end_group(child)
-
-
-def end_group(child: subprocess.Popen[bytes]) -> None:
-    """End a child and the ranks that it started: politely, then not."""
-    for how, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, how)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(timeout=patience)
-            return
+            end_group(child, PATIENCE)
 
 
 def last_line(file: Path) -> dict[str, Any] | None:

@@ -302,15 +302,7 @@ class Journal:
     def write(self, event: str, *, step: int, attempt: int, tokens: int, **fields: Any) -> None:
         """Append one event. A field that bears a header's name, such as ``rank``, is written as ``event_rank``."""
         now = time.time()
-        line: dict[str, Any] = {
-            "schema": SCHEMA,
-            "time": round(now, 6),
-            "rank": self.rank,
-            "attempt": attempt,
-            "step": step,
-            "tokens": tokens,
-            "event": event,
-        }
+        line = self._line(event, now, step, attempt, tokens)
         for name in _HEADER:
             if name in fields:
                 fields[f"event_{name}"] = fields.pop(name)
@@ -319,12 +311,7 @@ class Journal:
             text = to_json(line | fields) if is_step else to_json(line | redact(_plain(fields, 0)))
         except Exception as error:  # a foreign object's own __str__ may raise anything; training goes on
             text = to_json(line | {"unwritable": type(error).__name__, "fields": sorted(fields)})
-        with self._lock:
-            if not self._pending:
-                self._oldest_pending = now
-            self._pending.append(text)
-            if not is_step or now - self._oldest_pending >= self.buffer_seconds:
-                self._write_pending(sync=event.startswith(_FSYNC_EVENTS))
+        self._enqueue(text, now, at_once=not is_step, sync=event.startswith(_FSYNC_EVENTS))
         if self.listener is not None and not is_step:
             self.listener(event, step, fields)
 
@@ -337,7 +324,12 @@ class Journal:
         a fraction of encoding each between two training steps.
         """
         now = time.time()
-        line = {
+        line = self._line(event, now, step, attempt, tokens)
+        self._enqueue((line, make), now)
+
+    def _line(self, event: str, now: float, step: int, attempt: int, tokens: int) -> dict[str, Any]:
+        """What every line begins with."""
+        return {
             "schema": SCHEMA,
             "time": round(now, 6),
             "rank": self.rank,
@@ -346,12 +338,15 @@ class Journal:
             "tokens": tokens,
             "event": event,
         }
+
+    def _enqueue(self, entry: _Pending, now: float, *, at_once: bool = False, sync: bool = False) -> None:
+        """Let an entry wait with the others, and write them all if it is time."""
         with self._lock:
             if not self._pending:
                 self._oldest_pending = now
-            self._pending.append((line, make))
-            if now - self._oldest_pending >= self.buffer_seconds:
-                self._write_pending(sync=False)
+            self._pending.append(entry)
+            if at_once or now - self._oldest_pending >= self.buffer_seconds:
+                self._write_pending(sync=sync)
 
     def flush(self) -> None:
         """Write what is waiting."""

@@ -183,20 +183,25 @@ def _run(
                 bar.advance(reached - bar.done)
                 late = time.monotonic() > deadline
         finally:
-            _end_group(child)
+            end_group(child)
     if late:
         return LegEnd(folder, 124, f"not finished after {timeout_minutes:g} minutes; see {output}")
     code = child.returncode
     return LegEnd(folder, code, f"{_last_line(output)} (see {output})" if code else "")
 
 
-def _end_group(child: subprocess.Popen[bytes]) -> None:
-    """Politely, then not. The leader may have ended and left others of its group behind."""
-    for how, patience in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 5.0)):
+def end_group(child: subprocess.Popen[bytes], patience: tuple[float, float] = (15.0, 5.0)) -> None:
+    """End a child that leads a process group, and the ranks that it started: politely, then not.
+
+    Args:
+        child: It was started with ``start_new_session=True``.
+        patience: Seconds to wait after SIGTERM and after SIGKILL.
+    """
+    for how, seconds in zip((signal.SIGTERM, signal.SIGKILL), patience, strict=True):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, how)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(timeout=patience)
+            child.wait(timeout=seconds)
             return
 
 

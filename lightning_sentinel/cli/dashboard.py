@@ -45,13 +45,10 @@ class Dashboard:
 
     def show(self, event: Mapping[str, Any]) -> None:
         """Take one event in."""
-        from .watch import event_line
+        from .watch import ended_after, event_line
 
         name = event["event"]
-        if name == "run.started":
-            self.ended = None
-        elif name == "run.ended":
-            self.ended = str(event.get("status", "finished"))
+        self.ended = ended_after(event, self.ended)
         if name == "step":
             self.step = event
             self.losses.append(number(event.get("loss")))

@@ -73,10 +73,7 @@ class _Screen:
 
     def show(self, event: Mapping[str, Any]) -> None:
         name = event["event"]
-        if name == "run.started":
-            self.ended = None
-        elif name == "run.ended":
-            self.ended = str(event.get("status", "finished"))
+        self.ended = ended_after(event, self.ended)
         if self.as_json:
             print(json.dumps(event), flush=True)
         elif name == "step":
@@ -104,6 +101,13 @@ class _Screen:
         if self._shown:
             print(f"\r{' ' * self._shown}\r", end="")
             self._shown = 0
+
+
+def ended_after(event: Mapping[str, Any], before: str | None) -> str | None:
+    """How the run has ended as of this event; None while it goes on."""
+    if event["event"] == "run.started":
+        return None
+    return str(event.get("status", "finished")) if event["event"] == "run.ended" else before
 
 
 def step_line(event: Mapping[str, Any]) -> str:
