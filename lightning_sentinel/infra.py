@@ -1,7 +1,7 @@
 """What happens to the machines of a run, told by whoever knows: a launcher, a health check, a person.
 
 Losses and gradients do not show a lost node, a throttled device or a flapping link; the journal and the checkpoints keep
-what is told here, so that an incident can be read beside it.
+what is told here, and the curve shows it beside the incidents.
 
 Example:
     >>> from lightning.pytorch import Trainer

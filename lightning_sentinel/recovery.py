@@ -15,21 +15,9 @@ import numpy as np
 
 from .detectors.forecast import ForecastBand
 from .incidents import FindingKind, Incident, IncidentStatus
-from .record import SOURCE_LOSS, SOURCE_TOKENS, StepRecord, weighted_mean
+from .record import SOURCE_TOKENS, StepRecord, weighted_mean
 
 MIN_HISTORY = 8  # losses that a forecast needs at least
-
-
-def loss_without(record: StepRecord, gone: frozenset[str]) -> float:
-    """Token-weighted mean loss in nats over the sources that are not in ``gone``; NaN if none of them is present."""
-    left = [s for s in record.sources if s not in gone]
-    if not gone or not record.sources:
-        return record.mean_loss
-    if not left:
-        return math.nan
-    losses = np.concatenate([record.column(SOURCE_LOSS + s) for s in left])
-    tokens = np.concatenate([record.column(SOURCE_TOKENS + s) for s in left])
-    return weighted_mean(losses, tokens)
 
 
 class IncidentWatch:

@@ -29,7 +29,7 @@ from ..checkpoint.atomic import (
     write_file,
 )
 from ..checkpoint.manifest import MANIFEST, rank_file, seal
-from ..checkpoint.saving import words
+from ..checkpoint.saving import part_name, words
 from ..context import RunContext, context_of
 from ..incidents import Incident
 from ..journal import to_json
@@ -195,7 +195,7 @@ class BundleWriter:
         missing: list[int] = []
         deadline = time.monotonic() + PEER_SECONDS
         for rank in range(1, part.world_size):
-            note = temporary / _note(rank)
+            note = temporary / part_name(rank)
             while not note.exists() and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
             if not note.exists():
@@ -230,7 +230,7 @@ class BundleWriter:
             time.sleep(_POLL_SECONDS)
         entries = self._files(temporary, part)
         mine = {n: [e.sha256, e.bytes] for n, e in entries.items()}
-        replace_file(self.disk, temporary / _note(part.rank), json.dumps(mine).encode())
+        replace_file(self.disk, temporary / part_name(part.rank), json.dumps(mine).encode())
 
     def _files(self, folder: Path, part: Part) -> dict[str, FileEntry]:
         contents: dict[str, Any] = {rank_file(part.rank): part.own}
@@ -275,10 +275,6 @@ def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
             job()
         except Exception:
             log.exception("a bundle could not be written")
-
-
-def _note(rank: int) -> str:
-    return f"part-{rank:05d}.json"
 
 
 def _story(incident: Mapping[str, Any], manifest_sha256: str, probe: Any = None) -> bytes:

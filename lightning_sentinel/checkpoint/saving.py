@@ -219,7 +219,7 @@ class Part:
 
 def leave_part(store: CheckpointStore, pending: PendingCheckpoint, rank: int, told: Part) -> None:
     """Tell rank 0 that this rank is through."""
-    replace_file(store.disk, pending.directory / _part_name(rank), told.to_bytes())
+    replace_file(store.disk, pending.directory / part_name(rank), told.to_bytes())
 
 
 def collect_parts(
@@ -234,7 +234,7 @@ def collect_parts(
     begun, hurried = time.monotonic(), None
     while len(found) < part.world_size - 1:
         for rank in set(range(1, part.world_size)) - set(found):
-            path = pending.directory / _part_name(rank)
+            path = pending.directory / part_name(rank)
             if path.exists():
                 found[rank] = Part.from_bytes(path.read_bytes())
                 store.disk.remove(path)
@@ -254,7 +254,7 @@ def collect_parts(
     return found
 
 
-def _part_name(rank: int) -> str:
+def part_name(rank: int) -> str:
     return f"part-{rank:05d}.json"
 
 

@@ -99,13 +99,6 @@ class PendingCheckpoint:
     def write_json(self, name: str, content: Mapping[str, Any]) -> FileEntry:
         return self.write_bytes(name, (json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n").encode())
 
-    def adopt(self, name: str) -> FileEntry:
-        """Take in a file that somebody else has written into :attr:`directory`."""
-        self._disk.sync_path(self.directory / name)
-        digest, size = _hash_file(self.directory / name)
-        self.entries[name] = entry = FileEntry(name, digest, size)
-        return entry
-
     def _write(self, name: str, fill: Callable[[HashingWriter], None], mode: int) -> FileEntry:
         entry = write_file(self._disk, self.directory / name, fill, mode=mode, progress=self.progress)
         self.entries[name] = entry

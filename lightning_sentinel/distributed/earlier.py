@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..journal import journal_files, parse_line
+from .lost import listed
 
 log = logging.getLogger("lightning_sentinel")
 
 _POSITION = re.compile(rb'"attempt":(\d+),"step":(-?\d+),"tokens":\d+,"event":"([^"]+)"')
-_NAMED = 8  # ranks that a sentence names
 
 
 @dataclass
@@ -125,17 +125,12 @@ def changes(before: Earlier, hosts: Sequence[str], restarts: int) -> list[tuple[
         if not r.ended
     ]
     if lost:
-        found.append(("lost_rank", _listed(lost)))
+        found.append(("lost_rank", listed(lost)))
     moved = [
         f"rank {rank} runs on host {host}, before on {last[rank].host}"
         for rank, host in enumerate(hosts)
         if rank in last and last[rank].host not in ("", host)
     ]
     if moved:
-        found.append(("host", _listed(moved)))
+        found.append(("host", listed(moved)))
     return found
-
-
-def _listed(sentences: Sequence[str]) -> str:
-    more = len(sentences) - _NAMED
-    return "; ".join(sentences[:_NAMED]) + (f"; and {more} more" if more > 0 else "")

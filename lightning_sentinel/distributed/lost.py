@@ -86,7 +86,7 @@ def missing(words_of: Callable[[int], dict[str, Any] | None], others: Sequence[i
             and not is_lost_connection(str(w["type"]), str(w.get("message", "")))
         ]
         if causes:
-            return _listed(causes)
+            return listed(causes)
         silent = [
             f"rank {other}" + ("" if w is None else f" (newest line at step {w['step']})")
             for other, w in words.items()
@@ -97,7 +97,7 @@ def missing(words_of: Callable[[int], dict[str, Any] | None], others: Sequence[i
                 "no rank is missing: all have stopped because a collective failed, so the connection between them did"
             )
         if time.monotonic() > deadline:
-            return f"{_listed(silent)} ended without a word, or hangs"
+            return f"{listed(silent)} ended without a word, or hangs"
         time.sleep(_POLL_SECONDS)
 
 
@@ -125,6 +125,6 @@ def last_words(run_dir: Path, rank: int) -> dict[str, Any] | None:
     return ended or newest
 
 
-def _listed(sentences: Sequence[str]) -> str:
+def listed(sentences: Sequence[str]) -> str:
     more = len(sentences) - _NAMED
     return "; ".join(sentences[:_NAMED]) + (f"; and {more} more" if more > 0 else "")

@@ -70,7 +70,7 @@ def summarise(run: RunData, *, failures: Sequence[str] = (), now: float | None =
         "scaler": scaler_numbers(run),
         "faults": fault_rows(run),
         "restarts": restart_rows(run),
-        "experiments": [_detail(e) for e in run.of("experiment.")],
+        "experiments": [_detail(e) for e in run.of("experiment.", "infra.event") if is_experiment(e)],
         "failures": [*failures, *journal_failures(run)],
     }
     summary["headline"] = headline(summary)
@@ -381,6 +381,11 @@ def _checkpoint_failures(run: RunData) -> list[str]:
 
 def _names(*lists: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(name for names in lists for name in names))
+
+
+def is_experiment(event: Mapping[str, Any]) -> bool:
+    """Whether the run was no longer what was planned: by an answer of the suite, or by a person's note."""
+    return event["event"] != "infra.event" or event.get("kind") == "experiment"
 
 
 def _detail(event: Mapping[str, Any]) -> dict[str, Any]:

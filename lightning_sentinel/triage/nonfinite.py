@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from ..context import context_of
 from ..record import StepRecord
-from ..state import lightning_private as _private
 from ..state.tree import local
 from .origin import TRAINING_STEP, Origin, is_bad
 from .peers import Peers
@@ -341,8 +340,3 @@ def _reduces_badly(
         first = next((n for (n, _), part in zip(named, parts, strict=True) if is_bad(part)), "")
         return ("" if dtype is None else "float16"), next((n for n in peers.gather(first) if n), "")
     return None
-
-
-def scaler_says_overflow(trainer: Trainer, optimizer: Optimizer) -> bool:
-    """True if the loss scaler itself has found a non-finite gradient in this step."""
-    return bool(_private.found_inf(trainer, optimizer))

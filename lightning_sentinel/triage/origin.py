@@ -102,10 +102,6 @@ class Origin:
         return asdict(self)
 
     @property
-    def is_backward(self) -> bool:
-        return self.phase.startswith("backward")
-
-    @property
     def overflowed(self) -> bool:
         """Whether finite inputs left the range of the result's dtype."""
         return self.value is not None and self.kind == "operator" and all(r.nonfinite == 0 for r in self.inputs)

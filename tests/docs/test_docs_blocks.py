@@ -1,10 +1,11 @@
-"""Every code block and command of the documentation is run.
+"""The code blocks and commands of the documentation are run, as far as one process can.
 
 Python runs in the order of the page, in an empty folder. ``<!-- before: ... -->`` above a block holds what the page takes for
 granted (a model, a loader, a file); ``<!-- elsewhere: FILE -->`` names the test that runs what needs several processes or
-minutes. Shell lines are run as they stand, with these changes: the example trains a few steps of its smallest model, in
-this process; ``make`` and ``pip`` lines are checked against what they name, because running them is what the whole of CI
-is. YAML is composed by Hydra, JSON is parsed, ``text`` is output.
+minutes. Shell lines are run as they stand, with these changes: the example trains two steps of its smallest model, in this
+process, too few for a fault to strike (tests/faults have each strike); with several processes only its Trainer is built;
+``make`` and ``pip`` lines are checked against what they name, ``torchrun`` and the tools' lines not at all, because running
+them is what CI is. YAML is composed by Hydra, JSON is parsed, ``text`` is output.
 """
 
 from __future__ import annotations

@@ -185,6 +185,25 @@ def test_a_restart_from_an_older_checkpoint_and_a_changed_topology(tmp_path: Pat
     assert (summary["steps"], int(data.steps.live.sum())) == (40, 40)
 
 
+def test_an_experiment_is_what_the_suite_or_a_person_calls_one(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.begin()
+    run.run(5)
+    run.write("infra.event", kind="experiment", text="mixture moved to 70 % code, on purpose")
+    run.write("infra.event", kind="ecc", text="node 3")
+    run.run(5)
+    run.write("experiment.started", kind="reduce_lr", experiment="lr-1")
+    run.run(5)
+    run.end()
+    found = summarise(load_run(tmp_path))["experiments"]
+    assert [(e["event"], e["step"], e["kind"]) for e in found] == [
+        ("infra.event", 5, "experiment"), ("experiment.started", 10, "reduce_lr"),
+    ]  # fmt: skip
+    write_reports(tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert "mixture moved to 70 % code, on purpose" in page.split('id="experiments"')[1].split("</section>")[0]
+
+
 def test_what_could_not_be_read_or_written_is_listed(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     run.run(2)
