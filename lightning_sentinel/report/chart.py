@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from .data import BoolArray, FloatArray, RunData, Steps
+from .summary import is_experiment
 
 # Lines of the strip under the loss, top to bottom.
 LANES: Mapping[str, str] = {
@@ -23,7 +24,10 @@ LANES: Mapping[str, str] = {
     "scaler": "loss scaler",
     "run": "restarts",
     "schedule": "rate, mixture",
+    "experiment": "experiments",
 }
+# Events of the machines bear their kind in words unless there are more than this.
+FEW = 12
 # How an action is written where there is room for two words at most.
 ACTION_WORDS = {
     "retry_step": "retry",
@@ -36,6 +40,7 @@ ACTION_WORDS = {
     "restore_optimizer": "restore optimizer",
     "stop": "stop",
 }
+EXPERIMENT_WORDS = {"reduce_lr": "reduced rate"}
 
 
 @dataclass(frozen=True)
@@ -271,6 +276,7 @@ def build_marks(run: RunData, summary: Mapping[str, Any]) -> list[Mark]:
         *_scaler_marks(run),
         *_run_marks(run, summary),
         *_schedule_marks(run),
+        *_experiment_marks(run),
     ]
     order = list(LANES)
     return sorted((m for m in marks if math.isfinite(m.x)), key=lambda m: (order.index(m.lane), m.x))
@@ -290,11 +296,13 @@ def _fault_marks(run: RunData) -> list[Mark]:
         if name in last and step - last[name][1] <= 1 and step >= last[name][1]:
             index = last[name][0]
             old = marks[index]
-            marks[index] = Mark(old.lane, old.kind, old.x, old.step, old.label, f"{name} until step {step}", end=x)
+            marks[index] = Mark(
+                old.lane, old.kind, old.x, old.step, old.label, f"fault {name} until step {step}", end=x
+            )
             last[name] = (index, step)
             continue
         last[name] = (len(marks), step)
-        marks.append(Mark("fault", "fault", x, step, name.replace("_", " "), f"{name} at step {step}"))
+        marks.append(Mark("fault", "fault", x, step, name.replace("_", " "), f"fault {name} at step {step}"))
     return marks
 
 
@@ -387,9 +395,11 @@ def _run_marks(run: RunData, summary: Mapping[str, Any]) -> list[Mark]:
     for event in run.of("topology.changed"):
         sizes = f"{event.get('old_world_size')} to {event.get('world_size')} ranks"
         marks.append(Mark("run", "topology", _at(run, event), event["step"], sizes, f"{sizes} at step {event['step']}"))
-    for event in run.of("infra."):
+    machines = [event for event in run.of("infra.") if not is_experiment(event)]
+    for event in machines:
         text = next((str(event[k]) for k in ("text", "message", "reason") if event.get(k)), event["event"])
-        marks.append(Mark("run", "infra", _at(run, event), event["step"], "", f"{text} at step {event['step']}"))
+        kind = str(event.get("kind") or event["event"].removeprefix("infra.")) if len(machines) <= FEW else ""
+        marks.append(Mark("run", "infra", _at(run, event), event["step"], kind, f"{text} at step {event['step']}"))
     return marks
 
 
@@ -413,11 +423,25 @@ def _schedule_marks(run: RunData) -> list[Mark]:
                 f"mixture at step {event['step']}: {weights}",
             )
         )
+    return marks
+
+
+def _experiment_marks(run: RunData) -> list[Mark]:
+    """From where on the run is no longer what was planned: an answer of the suite, or a person's note."""
+    marks = []
     for event in run.of("experiment.started"):
-        name = str(event.get("name", event.get("experiment", "experiment")))
-        marks.append(
-            Mark("schedule", "experiment", _at(run, event), event["step"], name, f"{name} from step {event['step']}")
-        )
+        step, until = event["step"], event.get("until")
+        words = EXPERIMENT_WORDS.get(str(event.get("kind")), str(event.get("kind") or "experiment"))
+        detail = f"{words} from step {step}" + (f" until step {until}" if isinstance(until, int) else " for good")
+        if event.get("factor") is not None:
+            detail += f", factor {_short(event['factor'])}"
+        if event.get("experiment"):
+            detail += f"; this is experiment {event['experiment']}"
+        end = run.steps.tokens_at(until) if isinstance(until, int) else None
+        marks.append(Mark("experiment", "experiment", _at(run, event), step, words, detail, end))
+    for event in filter(is_experiment, run.of("infra.event")):
+        detail = f"experiment from step {event['step']}: {event.get('text', '')}"
+        marks.append(Mark("experiment", "experiment", _at(run, event), event["step"], "experiment", detail))
     return marks
 
 

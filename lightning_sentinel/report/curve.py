@@ -154,7 +154,7 @@ def key_lines(summary: Mapping[str, Any]) -> list[str]:
 
 def _loss(ax: Axes, chart: Chart) -> None:
     for i, line in enumerate(chart.abandoned):
-        label = "abandoned by a rollback" if i == 0 else None
+        label = "abandoned: rolled back, or lost in a restart" if i == 0 else None
         ax.plot(line.x, line.y, color=GREY, lw=1.1, alpha=0.65, ls=(0, (4, 2)), label=label, zorder=2)
     if chart.band is not None:
         ax.fill_between(

@@ -56,7 +56,8 @@ class Steps:
         rank_losses: Loss by rank, ``[n, len(ranks)]``, or None where no line holds it.
         rank_known: Where a line holds that loss, ``[n, len(ranks)]``: of many ranks it holds only those furthest out.
         ranks: Which rank each column is, ``[len(ranks)]``.
-        world_size: Number of ranks, 0 where no line tells.
+        world_size: The largest number of ranks, 0 where no line tells.
+        worlds: Number of ranks at each step, ``[n]``; 0 where no line tells.
     """
 
     step: IntArray
@@ -71,6 +72,7 @@ class Steps:
     rank_known: BoolArray | None = None
     ranks: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     world_size: int = 0
+    worlds: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.step)
@@ -164,7 +166,8 @@ class _Builder:
         self.heads: list[tuple[int, int, int, bool]] = []
         self.rank_losses: dict[int, FloatArray] = {}
         self.outliers: dict[int, dict[int, float]] = {}
-        self.world_size = 0
+        self.world_size = self.world = 0
+        self.worlds: list[int] = []
 
     def add(self, event: Mapping[str, Any]) -> None:
         rank = int(event.get("rank", 0))
@@ -179,7 +182,8 @@ class _Builder:
                 self._add_step(event)
         elif rank == self.lowest:
             if event["event"] == "run.started" and isinstance(event.get("world_size"), int):
-                self.world_size = max(self.world_size, event["world_size"])
+                self.world = event["world_size"]
+                self.world_size = max(self.world_size, self.world)
             self.events.append(dict(event))
         elif event["event"].startswith(_PER_RANK):
             self.others.append(dict(event))
@@ -192,6 +196,7 @@ class _Builder:
             self.rank_losses[len(self.rows)] = np.array([number(v) for v in losses], dtype=np.float64)
         elif isinstance(outliers, Mapping):
             self.outliers[len(self.rows)] = {int(r): number(v) for r, v in outliers.items() if str(r).isdecimal()}
+        self.worlds.append(len(losses) if isinstance(losses, list) else self.world)
         self.heads.append((event["step"], event["attempt"], event["tokens"], bool(event.get("applied", True))))
         self.rows.append((*(number(event.get(name)) for name in COLUMNS), rate))
 
@@ -208,6 +213,7 @@ class _Builder:
             live=live,
             learning_rate=rows[:, -1],
             columns={name: rows[:, i] for i, name in enumerate(COLUMNS)},
+            worlds=np.array(self.worlds, dtype=np.int64),
         )
         self._add_ranks(steps)
         events = self.events

@@ -29,7 +29,7 @@ class HeatMap:
         full_scale: Excess in nats at which the colour is full.
         shown: Number of rows.
         world_size: Number of ranks.
-        worst: Ranks that were the worst more often than chance allows, with their share of the journalled steps.
+        worst: Ranks that were the worst more often than chance allows, as :func:`often_worst` tells.
     """
 
     svg: tuple[str, ...]
@@ -37,7 +37,7 @@ class HeatMap:
     full_scale: float
     shown: int
     world_size: int
-    worst: list[tuple[int, float]]
+    worst: list[tuple[int, float, float]]
 
 
 def heat_map(
@@ -71,30 +71,37 @@ def heat_map(
         text += f"; not finite at times: rank {ranks}"
     worst = often_worst(steps)
     image = _png(_shade(cells / full, broken))
-    labelled = sorted({*named, rank, *(r for r, _ in worst)})
+    labelled = sorted({*named, rank, *(r for r, _, _ in worst)})
     pictures = tuple(_picture(steps, starts, image, labelled, text, sheet) for sheet in sheets)
     return HeatMap(pictures, text, full, len(cells), max(steps.world_size, len(cells)), worst)
 
 
-def often_worst(steps: Steps) -> list[tuple[int, float]]:
-    """Ranks that were the worst more often than equal ranks would be, the most frequent first, at most five.
+def often_worst(steps: Steps) -> list[tuple[int, float, float]]:
+    """Ranks that were the worst more often than equal ranks would be: rank, share of its steps, share expected by chance.
 
-    Under chance a count is binomial with probability ``1 / world_size``; its normal approximation judges.
+    Under chance a rank is the worst of a step with probability one by the number of ranks, which a restart may change: the
+    count is a sum of Bernoulli variables, and its normal approximation judges. The most frequent first, at most five.
     """
-    worst = steps["worst_rank"][np.isfinite(steps["worst_rank"])].astype(np.int64)
-    n, ranks = worst.size, max(steps.world_size, 2)
-    if not n:
+    known = np.isfinite(steps["worst_rank"])
+    worst = steps["worst_rank"][known].astype(np.int64)
+    if not worst.size:
         return []
-    share = np.bincount(worst, minlength=ranks) / n
-    limit = 1 / ranks + UNUSUAL * math.sqrt((1 - 1 / ranks) / ranks / n)
-    return sorted(((r, float(s)) for r, s in enumerate(share) if s > limit), key=lambda rs: -rs[1])[:5]
+    worlds = np.where(steps.worlds > 0, steps.worlds, max(steps.world_size, 2))[known]
+    found = []
+    for rank, count in enumerate(np.bincount(worst)):
+        chance = 1 / worlds[worlds > rank]
+        expected, spread = float(chance.sum()), math.sqrt(float((chance * (1 - chance)).sum()))
+        if chance.size and count > expected + UNUSUAL * spread:
+            found.append((rank, float(count) / chance.size, expected / chance.size))
+    return sorted(found, key=lambda row: -row[1])[:5]
 
 
 def _picture(steps: Steps, starts: np.ndarray, image: str, labelled: list[int], text: str, sheet: Sheet) -> str:
-    rows = len(steps.ranks)
+    rows, name = len(steps.ranks), sheet.name
     row = min(24.0, max(4.0, 320 / rows))
     height = row * rows
     everyone = rows <= 16
+    words = f"{rows} of {max(steps.world_size, rows)} ranks, {len(steps):,} steps; {text}."
     parts = [
         f'<image href="{image}" x="{sheet.left}" y="4" width="{sheet.inner}" height="{height:.1f}"'
         ' preserveAspectRatio="none" style="image-rendering: pixelated"/>',
@@ -127,8 +134,10 @@ def _picture(steps: Steps, starts: np.ndarray, image: str, labelled: list[int], 
         " order computed</text>"
     )
     return (
-        f'<svg class="chart {sheet.name}" viewBox="0 0 {sheet.width} {height + 44:.0f}" role="img"'
-        f' aria-label="Heat map of rank against time; {escape(text)}">{"".join(parts)}</svg>'
+        f'<svg class="chart {name}" viewBox="0 0 {sheet.width} {height + 44:.0f}" role="img"'
+        f' aria-labelledby="{name}-ranks-title" aria-describedby="{name}-ranks-text">'
+        f'<title id="{name}-ranks-title">Heat map of rank against time</title>'
+        f'<desc id="{name}-ranks-text">{escape(words)}</desc>{"".join(parts)}</svg>'
     )
 
 

@@ -30,15 +30,16 @@ _LEGEND = (
     ("mean", "mean loss, the path that counts", "swatch"),
     ("band", "all ranks, lowest to highest", "swatch"),
     ("worst", "the rank furthest out", "swatch"),
-    ("abandoned", "abandoned by a rollback", "swatch"),
+    ("abandoned", "abandoned: rolled back, or lost in a restart", "swatch"),
     ("nonfinite", "not finite", "poisoned"),
     ("fault", "faults injected", "fault"),
     ("incident", "incidents", "incident"),
     ("action", "actions", "skip_step"),
     ("checkpoint", "checkpoints", "known_good"),
     ("scaler", "loss scaler", "overflow"),
-    ("run", "restarts, topology", "restart"),
+    ("run", "restarts, ranks, machines", "restart"),
     ("schedule", "rate, mixture", "mixture"),
+    ("experiment", "experiments", "experiment"),
 )
 
 
@@ -118,7 +119,8 @@ def chart_words(chart: Chart, summary: Mapping[str, Any]) -> str:
     if chart.worst is not None:
         parts.append(f"Rank {chart.worst[0]} lies furthest above the other ranks.")
     if chart.abandoned:
-        parts.append(f"{len(chart.abandoned)} passes were abandoned by rollbacks.")
+        n = len(chart.abandoned)
+        parts.append(f"{n} pass{' was' if n == 1 else 'es were'} abandoned: rolled back, or lost in a restart.")
     parts += [f"{m.detail[0].upper()}{m.detail[1:]}." for m in chart.marks if m.lane != "checkpoint"][:100]
     return " ".join(parts)
 
@@ -149,13 +151,15 @@ def cards(run: RunData, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
         incident = incidents[row["number"]]
         verdict = incident.get("verdict") or {}
         score, threshold = number(row["statistic"]), number(row["threshold"])
+        happened = timeline(run, row["number"])
         made.append(
             {
                 **row,
                 "findings": incident.get("findings") or [],
                 "experiments": _experiments(run, row["number"], verdict),
                 "evidence": verdict.get("evidence") or {},
-                "timeline": timeline(run, row["number"]),
+                "timeline": happened,
+                "opened_at": next((line["time"] for line in happened if line["event"] == "incident.opened"), None),
                 "times_threshold": round(score / threshold, 1) if threshold > 0 and score == score else None,
                 "layer": layer_words(verdict),
                 "done": in_turn(row["actions"]),

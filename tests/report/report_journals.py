@@ -20,6 +20,12 @@ from lightning_sentinel.incidents import (
 from lightning_sentinel.journal import Journal
 
 TOKENS_PER_STEP = 1024
+DETECTORS = {
+    FindingKind.SPIKE: "spike",
+    FindingKind.LEVEL_SHIFT: "spike",
+    FindingKind.RANK_OUTLIER: "rank_outlier",
+    FindingKind.SCALE_COLLAPSE: "loss_scale",
+}
 
 
 class MadeRun:
@@ -39,6 +45,7 @@ class MadeRun:
         # Of many ranks a few keep a journal here: that is what costs time, and no more is read.
         self.journals = [Journal(run_dir, rank) for rank in range(ranks) if ranks <= 4 or rank in keep]
         self.ranks, self.random = ranks, np.random.default_rng(seed)
+        self.tokens_per_step = TOKENS_PER_STEP * ranks  # stays, whatever becomes of the number of ranks
         self.start, self.floor, self.speed = start, floor, speed
         self.step = self.attempt = 0
         self.applied: list[bool] = []
@@ -50,7 +57,7 @@ class MadeRun:
 
     @property
     def tokens(self) -> int:
-        return self.step * TOKENS_PER_STEP * self.ranks
+        return self.step * self.tokens_per_step
 
     def write(self, event: str, step: int | None = None, rank: int | None = None, **fields: Any) -> None:
         for journal in self.journals if rank is None else [j for j in self.journals if j.rank == rank]:
@@ -58,10 +65,10 @@ class MadeRun:
                 event, step=self.step if step is None else step, attempt=self.attempt, tokens=self.tokens, **fields
             )
 
-    def begin(self, **config: Any) -> None:
+    def begin(self, segment: int = 0, **config: Any) -> None:
         self.write(
             "run.started",
-            segment=0,
+            segment=segment,
             versions={"lightning": "2.6.6", "torch": "2.13.0"},
             world_size=self.ranks,
             strategy="DDPStrategy" if self.ranks > 1 else "SingleDeviceStrategy",
@@ -130,7 +137,7 @@ class MadeRun:
         step = self.step - 1
         finding = Finding(
             kind=kind,
-            detector="SpikeDetector" if kind is FindingKind.SPIKE else "NonFiniteTracer",
+            detector=DETECTORS.get(kind, "nonfinite"),
             step=step,
             score=score,
             threshold=threshold,
@@ -158,6 +165,7 @@ class MadeRun:
         step = self.step - 1
         incident.actions.append({"action": action, "step": step, "attempt": self.attempt, "reason": reason})
         self.write(f"action.{action}", step=step, incident=incident.number, reason=reason, **fields)
+        self.write("incident.updated", step=step, incident=incident.to_dict())
 
     def back_to(
         self, step: int, incident: Incident, *, excluded: list[str] | None = None, action: str = "rollback_replay"
@@ -316,6 +324,96 @@ def bad_rank(run_dir: Path, ranks: int = 2, rank: int = 1) -> MadeRun:
     run.checkpoint("known_good", step=100)
     run.run(160)
     run.end()
+    return run
+
+
+def long_night(run_dir: Path) -> MadeRun:
+    """Four ranks and everything that a page can show: one bad rank rolled back, a restart on two ranks, an open incident."""
+    run = MadeRun(run_dir, ranks=4, seed=11)
+    run.scale = 65536.0
+    run.begin(model={"width": 64}, optimizer={"lr": 3e-3}, data={"sources": ["prose", "code"]})
+    run.write("mixture.changed", weights={"prose": 0.7, "code": 0.3}, old=None)
+    run.run(100)
+    run.checkpoint()
+    run.run(20)
+    run.checkpoint("known_good", step=100)
+    run.write("fault.injected", rank=2, name="bad_rank", fired=1)
+    run.bad_rank = {2: 40.0}
+    run.run(4)
+    layer = {"module": "layers.2.mixer", "rank": 2, "healthy_rank": 0, "failing_rms": 14.25, "healthy_rms": 1.003}
+    first = run.incident(
+        1,
+        FindingKind.RANK_OUTLIER,
+        since=120,
+        score=91,
+        message="rank 2 is at 40.0 nats, the median of the ranks at 2.5",
+        verdict=Verdict(
+            VerdictKind.INFRASTRUCTURE,
+            ("rank:2",),
+            "The healthy ranks compute a healthy loss on rank 2's batch.",
+            reproducible=False,
+            experiments=(
+                Experiment("replay of the batch on rank 2", "40.02 nats", {"loss": 40.02}),
+                Experiment("the same batch on rank 0", "2.49 nats", {"loss": 2.49}),
+            ),
+            evidence={"comparisons": {"first_deviating_layer": layer}},
+        ),
+    )
+    bundle = run_dir / "incidents" / "0001"
+    bundle.mkdir(parents=True)
+    run.bad_rank = {}
+    run.back_to(100, first)
+    run.run(50)
+    run.close(first, path_z=0.2)
+    run.write("infra.event", kind="ecc", text="node 1: 2 uncorrectable errors on device 0")
+    run.run(20)
+    run.write("mixture.changed", weights={"prose": 0.5, "code": 0.5}, old={"prose": 0.7, "code": 0.3})
+    run.run(10)
+    run.write("scaler.overflow", old_scale=65536.0, new_scale=32768.0, rank=0, parameters=["head.weight"])
+    run.scale = 32768.0
+    run.run(20)
+    run.checkpoint()  # of step 200
+    run.run(10)
+    # Killed; the launcher starts it again, on the two ranks that are left, from the newest checkpoint.
+    run.ranks, run.step, run.attempt = 2, 200, 2
+    run.begin(segment=1)
+    run.write("run.resumed", checkpoint="checkpoints/step-00000200", epoch=0)
+    run.write("topology.changed", old_world_size=4, world_size=2)
+    run.run(20)
+    run.checkpoint("known_good", step=200)
+    run.run(20)
+    run.lr_factor = 0.5
+    run.write("lr.changed", old=3e-3, new=1.5e-3, group=0)
+    run.run(20)
+    run.write("infra.event", kind="experiment", text="higher dropout from here on, ticket 41")
+    run.run(10)
+    run.run(1, jump=4.1, applied=False, grad=20)
+    second = run.incident(2, FindingKind.SPIKE, verdict=data_verdict("prose/0000010e/0"))
+    run.act(second, "skip_step", sample_ids=["prose/0000010e/0", "prose/0000010e/1"])
+    run.write("quarantine.added", names=["sample:prose/0000010e/0"], reason="corrupt batch", incident=2)
+    run.run(19)
+    run.close(second)
+    run.run(10)
+    run.extra = 0.55
+    run.run(10)
+    run.checkpoint()  # of step 310
+    run.run(10)
+    run.checkpoint("poisoned", step=310)
+    run.checkpoint()  # of step 320
+    third = run.incident(
+        3,
+        FindingKind.LEVEL_SHIFT,
+        since=300,
+        score=9.1,
+        message="the loss sits 0.55 nats higher since step 300",
+        verdict=Verdict(VerdictKind.OPTIMIZATION, ("optimizer:lr",), "The rate is too high for the new batch."),
+    )
+    reduced = {"factor": 0.5, "from": run.step - 1, "until": None, "incident": 3}
+    run.act(third, "reduce_lr", "half the rate for good")
+    run.write("experiment.started", kind="reduce_lr", experiment=f"lr-3-{run.step - 1}", **reduced)
+    run.run(30)
+    for journal in run.journals:
+        journal.close()
     return run
 
 
