@@ -21,6 +21,8 @@ from typing import TextIO, TypeVar
 T = TypeVar("T")
 Scale = Callable[[float], str]
 
+# Where a Trainer's own words go: Lightning shows the information of its own loggers by default.
+TRAINING_LOG = logging.getLogger("lightning.pytorch.lightning_sentinel")
 QUIET_SECONDS = 2.0
 # Between two looks of the live line; between two lines of a file or a logger.
 LIVE_SECONDS, LINE_SECONDS = 0.2, 15.0

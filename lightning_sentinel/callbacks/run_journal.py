@@ -30,6 +30,7 @@ from ..images import log_curve
 from ..infra import infra_event
 from ..journal import Journal, redact, to_json
 from ..limits import check_limits
+from ..progress import TRAINING_LOG, Progress
 from .base import SentinelCallback, gather_objects, note_restart
 
 log = logging.getLogger("lightning_sentinel")
@@ -344,10 +345,12 @@ class RunJournal(SentinelCallback):
         from ..report.build import write_reports
 
         failures = [*self._journal.failures, *self._failures]
+        run_dir = self._journal.run_dir
         try:
-            result = write_reports(self._journal.run_dir, failures=failures, files=self.report)
+            with Progress(f"report of {run_dir}", unit="B", log=TRAINING_LOG) as bar:
+                result = write_reports(run_dir, failures=failures, files=self.report, progress=bar)
         except Exception as error:
-            log.error("No report for %s: %s: %s", self._journal.run_dir, type(error).__name__, error)
+            log.error("No report for %s: %s: %s", run_dir, type(error).__name__, error)
             return
         self.summary = result.summary
         for note in result.notes:

@@ -66,7 +66,7 @@ def run_app(
         faults = [f"++callbacks.sentinel_canary={to_override(injector(plan.faults))}"] if leg == "drill" else []
         own = [f"hydra.run.dir='{folder / leg}'", f"++{journal_key(config)}.run_dir='{folder / leg}'", *shared, *faults]
         ends[leg] = _run(leg, app, [*overrides, *own], folder / leg, plan.steps, timeout_minutes, quiet)
-    report = judge(folder, plan, ends["clean"], ends["drill"])
+    report = judge(folder, plan, ends["clean"], ends["drill"], progress=not quiet)
     write(report, folder)
     return report
 

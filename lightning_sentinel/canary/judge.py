@@ -94,8 +94,8 @@ class CanaryReport:
         return asdict(self)
 
 
-def judge(folder: Path, plan: Timeline, clean: LegEnd, drill: LegEnd) -> CanaryReport:
-    """Compare both legs with what should have happened."""
+def judge(folder: Path, plan: Timeline, clean: LegEnd, drill: LegEnd, *, progress: bool = False) -> CanaryReport:
+    """Compare both legs with what should have happened; ``progress`` shows what takes long."""
     quiet, loud = _Leg.of(clean), _Leg.of(drill)
     false = [f"clean leg, {_line(i)}" for i in quiet.incidents]
     false += [f"drill leg, {_line(i)}" for i in loud.incidents if loud.cause(i) is None]
@@ -105,7 +105,7 @@ def judge(folder: Path, plan: Timeline, clean: LegEnd, drill: LegEnd) -> CanaryR
         _finite(quiet),
         Check("false incidents", not false, f"{len(false)} without a fault" if false else "none"),
         *_warnings(quiet),
-        *_checkpoint(quiet),
+        *_checkpoint(quiet, progress),
     ]
     order = sorted(plan.faults, key=plan.faults.__getitem__)
     drilled = [_drilled(name, plan, order, quiet, loud) for name in order]
@@ -257,8 +257,9 @@ def _warnings(leg: _Leg) -> list[Check]:
     return [Check("preflight", True, "; ".join(words) or "no warning")]
 
 
-def _checkpoint(leg: _Leg) -> list[Check]:
+def _checkpoint(leg: _Leg, progress: bool) -> list[Check]:
     """Where checkpoints are saved: that one was, and that its every byte is as written."""
+    from ..checkpoint import aloud
     from ..checkpoint.store import CheckpointStore
 
     started = leg.named("run.started")
@@ -270,7 +271,7 @@ def _checkpoint(leg: _Leg) -> list[Check]:
         failed = leg.named("checkpoint.failed")
         why = f": {failed[-1].get('reason') or failed[-1].get('error') or ''}" if failed else ""
         return [Check("checkpoint", False, f"none was saved{why}")]
-    problems = store.verify(paths[-1])
+    problems = aloud.verify(store, paths[-1], enabled=progress)
     saved = [e for e in leg.named("checkpoint.saved") if e["rank"] == 0]
     seconds = f", {number(saved[-1].get('seconds')):.1f} s" if saved and "seconds" in saved[-1] else ""
     size = sum(f.stat().st_size for f in paths[-1].iterdir())

@@ -69,7 +69,7 @@ def run_canary(
         suite = _suite(folder / leg, vocabulary_size, sample_id_fn)
         faults: list[Callback] = [build(injector(plan.faults), "canary")] if leg == "drill" else []
         ends[leg] = _leg(train, [*faults, *suite], folder / leg, plan, f"canary, {leg} leg", progress)
-    report = judge(folder, plan, ends["clean"], ends["drill"])
+    report = judge(folder, plan, ends["clean"], ends["drill"], progress=progress)
     write(report, folder)
     return report
 

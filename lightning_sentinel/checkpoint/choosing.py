@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 
-from . import reshape
+from ..progress import TRAINING_LOG
+from . import aloud, reshape
 from .contents import Loaded, load
 from .manifest import Status
 from .saving import words
@@ -76,11 +78,15 @@ def _look(trainer: Trainer, store: CheckpointStore, resume: str | Path) -> Itera
     """(path, problem, note) of each candidate, best first; an empty problem where it verifies."""
     if str(resume) not in (AUTO, LATEST):
         path = Path(resume)
-        yield str(path), "; ".join(store.verify(path)) or reshape.problem(trainer, store, path), ""
+        yield (
+            str(path),
+            "; ".join(aloud.verify(store, path, log=TRAINING_LOG)) or reshape.problem(trainer, store, path),
+            "",
+        )
         return
     seen: set[Path] = set()
     for known_good in (True, False) if resume == AUTO else (False,):
-        for path, problems in store.candidates(known_good):
+        for path, problems in store.candidates(known_good, partial(aloud.verify, store, log=TRAINING_LOG)):
             if path not in seen:
                 seen.add(path)
                 note = "" if known_good or resume == LATEST else _no_known_good(store, path)
@@ -92,7 +98,8 @@ def load_everywhere(trainer: Trainer, store: CheckpointStore, path: Path) -> tup
     loaded, problem = None, ""
     try:
         checkpoint = store.read(path)
-        loaded = load(store, checkpoint, reshape.source_rank(trainer.global_rank, checkpoint.manifest.world_size))
+        source = reshape.source_rank(trainer.global_rank, checkpoint.manifest.world_size)
+        loaded = load(store, checkpoint, source, aloud=trainer.is_global_zero)
         loaded.left_out = reshape.adapt(trainer, loaded)
     except Exception as error:
         problem = f"rank {trainer.global_rank}: {words(error)}"

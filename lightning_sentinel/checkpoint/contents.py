@@ -7,7 +7,6 @@ snapshot, the state of callbacks that do not rewind, the newest records) and ``r
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,17 +23,15 @@ from ..context import RunContext, context_of
 from ..data.identity import sample_ids
 from ..incidents import Incident
 from ..journal import journal_files, redact, to_json
-from ..progress import Progress
+from ..progress import TRAINING_LOG, Progress
 from ..record import StepRecord
 from ..state.snapshot import Snapshot, cursor_problems, from_payload, state_problems, to_payload
 from ..state.tree import tensor_bytes
+from .aloud import loading
 from .describe import topology
 from .manifest import rank_file
 from .plain import decode, encode
 from .store import Checkpoint, CheckpointError, CheckpointStore, PendingCheckpoint
-
-# Lightning shows the information of its own loggers by default; a save that takes long should be seen.
-progress_log = logging.getLogger("lightning.pytorch.lightning_sentinel")
 
 MODEL, OPTIMIZER, RUN, LIGHTNING = "model.pt", "optimizer.pt", "run.json", "lightning.ckpt"
 _SHARED = {MODEL: "params", OPTIMIZER: "optimizers"}
@@ -65,7 +62,7 @@ class Contents:
     def write(self, pending: PendingCheckpoint) -> None:
         """Write this rank's files, with progress, and read the small one back: nothing is saved that cannot be loaded."""
         what = f"checkpoint of step {self.step}"
-        with Progress(what, total=self.nbytes, unit="B", log=progress_log, enabled=self.rank == 0) as bar:
+        with Progress(what, total=self.nbytes, unit="B", log=TRAINING_LOG, enabled=self.rank == 0) as bar:
             pending.progress = bar.advance
             self._write(pending)
             pending.progress = None
@@ -140,13 +137,14 @@ class Loaded:
         return frozenset(self.run["quarantined"])
 
 
-def load(store: CheckpointStore, checkpoint: Checkpoint, rank: int) -> Loaded:
-    """This rank's part; CheckpointError names the file and the reason."""
-    own = store.load_torch(checkpoint, rank_file(rank))
-    payload = dict(own["snapshot"])
-    for name, key in _SHARED.items():
-        if name in checkpoint.manifest.files:
-            payload[key] = store.load_torch(checkpoint, name)
+def load(store: CheckpointStore, checkpoint: Checkpoint, rank: int, *, aloud: bool = False) -> Loaded:
+    """This rank's part, ``aloud`` with progress; CheckpointError names the file and the reason."""
+    with loading(checkpoint, [rank_file(rank), *_SHARED], log=TRAINING_LOG, enabled=aloud) as bar:
+        own = store.load_torch(checkpoint, rank_file(rank), bar.advance)
+        payload = dict(own["snapshot"])
+        for name, key in _SHARED.items():
+            if name in checkpoint.manifest.files:
+                payload[key] = store.load_torch(checkpoint, name, bar.advance)
     return Loaded(checkpoint, from_payload(payload), own, store.load_json(checkpoint, RUN))
 
 

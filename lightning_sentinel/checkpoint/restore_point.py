@@ -11,7 +11,9 @@ from pathlib import Path
 
 from lightning.pytorch import Trainer
 
+from ..progress import TRAINING_LOG
 from ..state.snapshot import Snapshot
+from . import aloud
 from .choosing import load_everywhere
 from .manifest import Status
 from .store import Checkpoint, CheckpointStore
@@ -41,9 +43,10 @@ def load_newest(
     looking = _candidates(trainer, store, before_step, on_path)
     while True:
         checkpoint = next(looking, None)
-        path, problem = trainer.strategy.broadcast(
-            ("", "") if checkpoint is None else (str(checkpoint.path), "; ".join(store.verify(checkpoint.path))), src=0
-        )
+        found = ("", "")
+        if checkpoint is not None:
+            found = str(checkpoint.path), "; ".join(aloud.verify(store, checkpoint.path, log=TRAINING_LOG))
+        path, problem = trainer.strategy.broadcast(found, src=0)
         if not path:
             return None
         if not problem:

@@ -336,8 +336,10 @@ class CheckpointStore:
             say(f"checkpoint {path.name} refused: {'; '.join(problems)}; trying the one before it")
         return None
 
-    def candidates(self, known_good: bool = True) -> Iterator[tuple[Path, list[str]]]:
-        """Usable ones by status, newest first, each with what :meth:`verify` says; damaged manifests are told too.
+    def candidates(
+        self, known_good: bool = True, verify: Callable[[Path], list[str]] | None = None
+    ) -> Iterator[tuple[Path, list[str]]]:
+        """Usable ones by status, newest first, each with what ``verify`` says; damaged manifests are told too.
 
         One that was handed over counts with the known-good ones while nothing usable is newer: a job that is told to end
         before each probation is over would otherwise begin at the same known-good one for ever.
@@ -353,11 +355,11 @@ class CheckpointStore:
             candidate = status is Status.CANDIDATE and (not known_good or (checkpoint.handed_over and not newer))
             newer |= status is not Status.POISONED
             if status is Status.KNOWN_GOOD or candidate:
-                yield path, self.verify(path)
+                yield path, (verify or self.verify)(path)
 
-    def load_torch(self, checkpoint: Checkpoint, name: str) -> Any:
+    def load_torch(self, checkpoint: Checkpoint, name: str, hashed: Callable[[int], object] | None = None) -> Any:
         """One torch file, hashed before anything in it is interpreted, then loaded with ``weights_only=True``."""
-        with self._open_checked(checkpoint, name) as file:
+        with self._open_checked(checkpoint, name, hashed) as file:
             return torch.load(file, map_location="cpu", weights_only=True)
 
     def load_json(self, checkpoint: Checkpoint, name: str) -> Any:
@@ -365,7 +367,9 @@ class CheckpointStore:
             return json.load(file)
 
     @contextlib.contextmanager
-    def _open_checked(self, checkpoint: Checkpoint, name: str) -> Iterator[BinaryIO]:
+    def _open_checked(
+        self, checkpoint: Checkpoint, name: str, hashed: Callable[[int], object] | None = None
+    ) -> Iterator[BinaryIO]:
         entry = checkpoint.manifest.files.get(name)
         if entry is None:
             raise CheckpointError(f"{name} is not in {MANIFEST}")
@@ -374,7 +378,7 @@ class CheckpointStore:
         except OSError as error:
             raise CheckpointError(f"{name} {_os_reason(error)}") from None
         with file:
-            problem = _compare(entry, *_hash_stream(file))
+            problem = _compare(entry, *_hash_stream(file, hashed))
             if problem:
                 raise CheckpointError(problem)
             file.seek(0)  # the same open file: what is read now is what was hashed

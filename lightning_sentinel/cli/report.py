@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..progress import Progress
 from .common import OK, USAGE, Commands, add_command, print_json
 
 
@@ -22,7 +23,8 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
 def run(options: argparse.Namespace) -> int:
     from ..report.build import write_reports
 
-    result = write_reports(options.run, out=options.out)
+    with Progress(f"report of {options.run}", unit="B", enabled=not (options.json or options.quiet)) as bar:
+        result = write_reports(options.run, out=options.out, progress=bar)
     summary = result.summary
     if options.json:
         print_json(summary)

@@ -6,10 +6,12 @@ import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..journal import to_json
+from ..journal import journal_files, to_json
+from ..progress import Progress
 from .data import RunData, load_run
 from .summary import summarise
 
@@ -24,13 +26,18 @@ class Reports:
 
 
 def write_reports(
-    run_dir: str | Path, *, failures: Sequence[str] = (), files: bool = True, out: str | Path | None = None
+    run_dir: str | Path,
+    *,
+    failures: Sequence[str] = (),
+    files: bool = True,
+    out: str | Path | None = None,
+    progress: Progress | None = None,
 ) -> Reports:
     """Make a run's summary and, with ``files``, write it with picture and report into ``out`` or the run folder.
 
     Without matplotlib there is no picture, and a note says how to get it. A folder that cannot be written to is a sentence
     in the summary's ``failures``, not an exception. A missing journal gives an empty summary if ``failures`` say why it is
-    missing.
+    missing. ``progress``, in bytes, follows the reading of the journal and says what is being made.
 
     Raises:
         FileNotFoundError: Where there is no journal and no failure explains it.
@@ -38,7 +45,7 @@ def write_reports(
     run_dir = Path(run_dir)
     out = run_dir if out is None else Path(out)
     try:
-        run = load_run(run_dir)
+        run = _read(run_dir, progress)
     except (FileNotFoundError, PermissionError):
         if not failures:
             raise
@@ -48,12 +55,23 @@ def write_reports(
         return result
     try:
         out.mkdir(parents=True, exist_ok=True)
-        _write(out / "loss.png", _picture(run, result), result)
-        _write(out / "report.html", _page(run, result), result)
+        for name, make in (("loss.png", _picture), ("report.html", _page)):
+            if progress is not None:
+                progress.advance(0, f"making {name}")
+            _write(out / name, make(run, result), result)
         _write(out / "summary.json", (to_json(result.summary) + "\n").encode(), result)
     except OSError as error:
         result.summary["failures"].append(f"The report cannot be written to {out}: {error.strerror or error}.")
     return result
+
+
+def _read(run_dir: Path, progress: Progress | None) -> RunData:
+    if progress is None:
+        return load_run(run_dir)
+    progress.total = sum(path.stat().st_size for path in journal_files(run_dir))
+    run = load_run(run_dir, partial(progress.advance, note="reading the journal"))
+    progress.advance(progress.total - progress.done)  # what is left below a MiB of each file
+    return run
 
 
 def remove_leftovers(out: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ COLUMNS = (
 )
 # Rows of the heat map.
 MAX_RANKS = 64
+# What NumPy turns into the right number; None becomes NaN.
+_PLAIN = frozenset((float, int, type(None)))
 # Written by each rank for itself; everything else is alike on all ranks and read from the lowest one.
 _PER_RANK = ("fault.", "infra.", "journal.", "checkpoint.failed")
 
@@ -128,8 +130,12 @@ class RunData:
         return builder.build()
 
 
-def load_run(run_dir: str | Path) -> RunData:
+def load_run(run_dir: str | Path, read: Callable[[int], object] | None = None) -> RunData:
     """Read a run folder's journal; only one rank's step lines are parsed, the others' events are taken in.
+
+    Args:
+        run_dir: The run folder.
+        read: Told of so many more bytes that have been read, about once a MiB.
 
     Raises:
         FileNotFoundError: Where there is no journal.
@@ -148,7 +154,7 @@ def load_run(run_dir: str | Path) -> RunData:
     builder = _Builder(lowest=min(by_rank))
     for rank, paths in sorted(by_rank.items()):
         for path in paths:
-            for event in iter_file(path, problems=problems, skip_steps=rank != builder.lowest):
+            for event in iter_file(path, problems=problems, skip_steps=rank != builder.lowest, read=read):
                 builder.add(event)
     data = builder.build()
     data.problems, data.run_dir, data.ranks = problems, run_dir, sorted(by_rank)
@@ -162,9 +168,9 @@ class _Builder:
         self.events: list[dict[str, Any]] = []
         self.others: list[dict[str, Any]] = []
         self.last_time = float("nan")
-        self.rows: list[tuple[float, ...]] = []
+        self.rows: list[tuple[Any, ...]] = []
         self.heads: list[tuple[int, int, int, bool]] = []
-        self.rank_losses: dict[int, FloatArray] = {}
+        self.rank_losses: dict[int, list[Any]] = {}
         self.outliers: dict[int, dict[int, float]] = {}
         self.world_size = self.world = 0
         self.worlds: list[int] = []
@@ -174,7 +180,8 @@ class _Builder:
         self.ranks.add(rank)
         if self.lowest is None:
             self.lowest = rank
-        time = number(event.get("time"))
+        time = event.get("time")
+        time = time if type(time) is float else number(time)
         if not self.last_time >= time:
             self.last_time = time if time == time else self.last_time
         if event["event"] == "step":
@@ -189,20 +196,23 @@ class _Builder:
             self.others.append(dict(event))
 
     def _add_step(self, event: Mapping[str, Any]) -> None:
+        # Most of the time that a report takes is spent here: what can be done for all lines at once is done in build().
         rates = event.get("lr")
-        rate = max((number(r) for r in rates), default=np.nan) if isinstance(rates, list) else number(rates)
+        if isinstance(rates, list):
+            rates = rates[0] if len(rates) == 1 else max(map(number, rates), default=math.nan)
         losses, outliers = event.get("rank_losses"), event.get("outlier_losses")
         if isinstance(losses, list):
-            self.rank_losses[len(self.rows)] = np.array([number(v) for v in losses], dtype=np.float64)
+            self.rank_losses[len(self.rows)] = losses
         elif isinstance(outliers, Mapping):
             self.outliers[len(self.rows)] = {int(r): number(v) for r, v in outliers.items() if str(r).isdecimal()}
         self.worlds.append(len(losses) if isinstance(losses, list) else self.world)
         self.heads.append((event["step"], event["attempt"], event["tokens"], bool(event.get("applied", True))))
-        self.rows.append((*(number(event.get(name)) for name in COLUMNS), rate))
+        self.rows.append((*map(event.get, COLUMNS), rates))
 
     def build(self) -> RunData:
         heads = np.array(self.heads, dtype=np.int64).reshape(-1, 4)
-        rows = np.array(self.rows, dtype=np.float64).reshape(-1, len(COLUMNS) + 1)
+        columns = [numbers(column) for column in zip(*self.rows, strict=True)]
+        columns = columns or [np.zeros(0)] * (len(COLUMNS) + 1)
         branch, live = branches(heads[:, 0])
         steps = Steps(
             step=heads[:, 0],
@@ -211,8 +221,8 @@ class _Builder:
             applied=heads[:, 3].astype(np.bool_),
             branch=branch,
             live=live,
-            learning_rate=rows[:, -1],
-            columns={name: rows[:, i] for i, name in enumerate(COLUMNS)},
+            learning_rate=columns[-1],
+            columns=dict(zip(COLUMNS, columns, strict=False)),
             worlds=np.array(self.worlds, dtype=np.int64),
         )
         self._add_ranks(steps)
@@ -233,15 +243,24 @@ class _Builder:
             return
         matrix = np.full((len(steps), len(ranks)), np.nan)
         known = np.zeros(matrix.shape, dtype=np.bool_)
-        for row, losses in self.rank_losses.items():
-            there = ranks[ranks < len(losses)]
-            matrix[row, : len(there)], known[row, : len(there)] = losses[there], True
+        self._add_whole_rows(matrix, known, ranks)
         column = {int(r): i for i, r in enumerate(ranks)}
         for row, outliers in self.outliers.items():
             for rank, loss in outliers.items():
                 if rank in column:
                     matrix[row, column[rank]], known[row, column[rank]] = loss, True
         steps.ranks, steps.rank_losses, steps.rank_known = ranks, matrix, known
+
+    def _add_whole_rows(self, matrix: FloatArray, known: BoolArray, ranks: IntArray) -> None:
+        """The lines that hold the loss of every rank; those of one number of ranks at once."""
+        widths: dict[int, list[int]] = {}
+        for row, losses in self.rank_losses.items():
+            widths.setdefault(len(losses), []).append(row)
+        for width, rows in widths.items():
+            there = ranks[ranks < width]
+            values = numbers([value for row in rows for value in self.rank_losses[row]]).reshape(-1, width)
+            matrix[np.ix_(rows, range(len(there)))] = values[:, there]
+            known[np.ix_(rows, range(len(there)))] = True
 
     def _furthest_out(self, median: FloatArray) -> IntArray:
         """Of all ranks that a line names those that were furthest above the median, at most :data:`MAX_RANKS`."""
@@ -252,6 +271,19 @@ class _Builder:
                 height[rank] = max(height.get(rank, -math.inf), excess)
         highest = sorted(height, key=lambda rank: -height[rank])[:MAX_RANKS]
         return np.array(sorted(highest), dtype=np.int64)
+
+
+def numbers(values: Sequence[Any]) -> FloatArray:
+    """Journalled numbers as :func:`lightning_sentinel.journal.number` reads each of them, ``[n]``.
+
+    Example:
+        >>> numbers([1, 2.5, "inf", None, True, "?"]).tolist()
+        [1.0, 2.5, inf, nan, nan, nan]
+    """
+    # NumPy alone would take a truth value for 1 and "2" for 2.
+    if _PLAIN.issuperset(map(type, values)):
+        return np.array(values, dtype=np.float64)
+    return np.array([number(value) for value in values], dtype=np.float64)
 
 
 def _identity(event: Mapping[str, Any]) -> str:

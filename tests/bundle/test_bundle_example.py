@@ -15,6 +15,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
+from lightning_sentinel import progress
 from lightning_sentinel.bundle.reading import Bundle
 from lightning_sentinel.cli import main
 from lightning_sentinel.journal import read_journal
@@ -116,6 +117,24 @@ def test_a_nan_is_reproduced_named_and_not_cured_by_float64(nan_run: Path, capsy
         ("float64", False),
     ]
     assert "from finite inputs: its output is not finite, and not finite in float64 either" in alone["sentence"]
+
+
+def test_a_replay_says_how_far_it_is(
+    nan_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    capsys.readouterr()
+    main(["replay", str(nan_run), "--incident", "1"])
+    out, err = capsys.readouterr()
+    told = [line for line in err.splitlines() if line.startswith("replaying incident 1: ")]
+    assert "1 of 2 micro-batches (50 %)" in " ".join(told)
+    assert told[-1].startswith("replaying incident 1: done after ")
+    assert "replaying" not in out
+    replayed(capsys, nan_run)  # standard output is JSON and nothing else
+    capsys.readouterr()
+    main(["replay", str(nan_run), "--incident", "1", "--json"])
+    assert "replaying" not in capsys.readouterr().err
 
 
 def test_without_the_injected_fault_the_same_step_is_finite(nan_run: Path, capsys: pytest.CaptureFixture[str]) -> None:

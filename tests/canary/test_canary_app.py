@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 import pretrain
 import pytest
 
+from lightning_sentinel import progress
 from lightning_sentinel.canary.app import shared_overrides
 from lightning_sentinel.canary.drill import timeline
+from lightning_sentinel.canary.judge import LegEnd, judge
 from lightning_sentinel.cli import main
 from lightning_sentinel.journal import read_journal
 
@@ -20,7 +23,9 @@ SCRIPT = pretrain.__file__
 TINY = ["model=tiny", "data=text_tiny", "logger=none", "trainer.enable_progress_bar=false"]
 
 
-def test_the_example_passes_and_leaves_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_passes_and_leaves_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "canary"
     options = ["--app", SCRIPT, "--out", str(out), "--drill", "transient_nan", "--warm-steps", "12", "--json"]
     code = main(["canary", *options, "--", *TINY])
@@ -38,6 +43,11 @@ def test_the_example_passes_and_leaves_a_page(tmp_path: Path, capsys: pytest.Cap
     assert report["facts"]["world_size"] == 1
     started = next(e for e in read_journal(out / "drill") if e["event"] == "run.started")
     assert started["config"]["callbacks"]["spike_detector"]["threshold"] == 6.0  # three quarters of 8
+    capsys.readouterr()
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
+    ends = (LegEnd(out / leg) for leg in ("clean", "drill"))
+    assert judge(out, timeline(["transient_nan"], 12), *ends, progress=True).passed
+    assert re.search(r"^verifying step-\d+: done after ", capsys.readouterr().err, re.MULTILINE)
     assert (out / "canary.html").is_file()
     assert (out / "clean" / "output.log").is_file()
     assert main(["canary", *options, "--", *TINY]) == 2

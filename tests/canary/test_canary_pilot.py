@@ -13,6 +13,7 @@ import pytest
 from sentinel_kit import Loader, Net
 
 import lightning_sentinel
+from lightning_sentinel import progress
 from lightning_sentinel.canary.drill import EXERCISES, timeline
 from lightning_sentinel.canary.judge import CanaryReport
 from lightning_sentinel.canary.page import headline, text
@@ -49,8 +50,16 @@ def canary(tmp_path: Path, train: Any, **options: Any) -> CanaryReport:
     return lightning_sentinel.run_canary(train, tmp_path / "canary", progress=False, **options)
 
 
-def test_a_program_that_is_ready_passes_every_check(tmp_path: Path) -> None:
-    report = canary(tmp_path, program())
+def test_a_program_that_is_ready_passes_every_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    report = lightning_sentinel.run_canary(program(), tmp_path / "canary", progress=True)
+    out, err = capsys.readouterr()
+    assert out == ""
+    for begin in ("canary, clean leg: 1 of 71 steps", "canary, clean leg: done", "canary, drill leg: 71 of 71 steps"):
+        assert any(line.startswith(begin) for line in err.splitlines()), err
     assert report.passed, text(report)
     assert [(d.fault, d.step, d.seen_step, d.verdict, d.answers) for d in report.drill] == [
         ("transient_nan", 26, 26, "infrastructure", ["retry_step"]),
