@@ -40,6 +40,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from .limits import check_limits
+
 SCHEMA = 1
 REDACTED = "[redacted]"
 
@@ -263,8 +265,7 @@ class Journal:
         retry_seconds: float = 5.0,
         listener: Callable[[str, int, Mapping[str, Any]], None] | None = None,
     ) -> None:
-        if max_bytes < 1:
-            raise ValueError(f"max_bytes must be at least 1, got {max_bytes}. The default of 256 MiB suits most runs.")
+        check_limits("RunJournal", {"max_bytes": max_bytes})
         self.run_dir = Path(run_dir)
         self.rank = rank
         self.max_bytes = max_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,7 +50,7 @@ def log_of(trainer: Trainer) -> logging.Logger:
 def look(trainer: Trainer) -> str:
     """The end of a log message: the command that shows more; empty without a run folder."""
     run_dir = context_of(trainer).run_dir
-    return "" if run_dir is None else f" Look: lightning-sentinel report {run_dir}"
+    return "" if run_dir is None else f" Look: lightning-sentinel report {shlex.quote(str(run_dir))}"
 
 
 def ledger_of(trainer: Trainer) -> QuarantineLedger:

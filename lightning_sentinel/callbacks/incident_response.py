@@ -710,8 +710,8 @@ class IncidentResponse(SentinelCallback):
             del self._watched[incident.number]
             self._journal_incident(trainer, incident, "closed")
             level = logging.INFO if incident.status is IncidentStatus.RECOVERED else logging.ERROR
-            hint = look(trainer) if level == logging.ERROR else ""
-            log_of(trainer).log(level, "incident %d %s: %s%s", incident.number, incident.status, incident.closing, hint)
+            words = (incident.number, incident.status, incident.closing, look(trainer))
+            log_of(trainer).log(level, "incident %d %s: %s.%s", *words)
             checkpoint = find_callback(trainer, ForensicCheckpoint)
             if checkpoint is not None:
                 checkpoint.on_recovered(trainer, incident.number)

@@ -97,6 +97,17 @@ def digest(trainer: L.Trainer) -> str:
     return found.hexdigest()
 
 
+class Said(logging.Handler):
+    """What the suite's logger was given on this rank: level and words."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[tuple[str, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((record.levelname, record.getMessage()))
+
+
 class Witness(L.Callback):
     """Weights and moments at each optimizer step's beginning: every pass over it, oldest first.
 
@@ -113,6 +124,9 @@ class Witness(L.Callback):
 def main() -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    said, logger = Said(), logging.getLogger("lightning_sentinel")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(said)
     torch.set_num_threads(1)
     L.seed_everything(0, verbose=False)
     folder, witness = Path(sys.argv[1]), Witness()
@@ -144,6 +158,7 @@ def main() -> None:
     trainer.fit(module, Sequences(trainer.global_rank))
     result = {
         "seen": witness.seen,
+        "said": said.lines,
         "end": digest(trainer),
         "losses": module.losses,
         "incidents": [incident.to_dict() for incident in context.incidents],

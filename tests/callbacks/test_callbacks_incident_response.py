@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from sentinel_kit import Loader, Net, Sink, make_trainer, same_bits, weights
 
-from lightning_sentinel import IncidentResponse, NonFiniteTracer, RankTelemetry, Rollback
+from lightning_sentinel import IncidentResponse, NonFiniteTracer, RankTelemetry, Rollback, RunJournal
 from lightning_sentinel.callbacks.incident_response import EXIT_CODE_STOPPED, TrainingStopped
 from lightning_sentinel.context import context_of
 from lightning_sentinel.incidents import Finding, FindingKind
@@ -108,6 +109,47 @@ def test_a_transient_nan_is_tried_again_and_leaves_no_trace() -> None:
     assert [a["action"] for a in incident.actions] == ["retry_step"]
     assert incident.status == "recovered"
     assert context_of(trainer).attempt == 1
+
+
+def test_an_incident_is_said_once_when_it_opens_and_once_when_it_closes(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    run = tmp_path / "my run"
+    journal = RunJournal(run, report=False)
+    trainer, _ = make_trainer([journal, *suite(mode="recover")], max_steps=90)
+    with caplog.at_level(logging.INFO, "lightning_sentinel"):
+        torch.manual_seed(0)
+        trainer.fit(net(gains={30: NAN}, once=True), Loader())
+    (incident,) = incidents(trainer)
+    assert incident.status == "recovered"
+    command = f" Look: lightning-sentinel report '{run}'"
+    said = [(r.levelname, r.getMessage()) for r in caplog.records if r.name.startswith("lightning_sentinel")]
+    opened = [(level, words) for level, words in said if words.startswith("incident 1 at step 30: ")]
+    closed = [(level, words) for level, words in said if words.startswith("incident 1 recovered: ")]
+    assert [level for level, _ in opened] == ["WARNING"]
+    assert opened[0][1].endswith(command)
+    assert closed == [("INFO", f"incident 1 recovered: {incident.closing}.{command}")]
+    assert len([words for _, words in said if words.endswith(command)]) == 2
+
+
+def test_an_incident_that_does_not_come_back_is_an_error(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    class Worse(L.Callback):
+        """The loss is twice as high from the incident on, whatever is done."""
+
+        def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            batch["y"] *= 3.0 if trainer.global_step > 60 else 1.0
+
+    journal = RunJournal(tmp_path / "run", report=False)
+    trainer, _ = make_trainer([Worse(), journal, *suite(mode="guard", probation_steps=5)], max_steps=90)
+    with caplog.at_level(logging.INFO, "lightning_sentinel"):
+        torch.manual_seed(0)
+        trainer.fit(net(gains={60: NAN}), Loader())
+    (incident,) = incidents(trainer)
+    assert incident.status == "escalated"
+    said = [(r.levelname, r.getMessage()) for r in caplog.records if "incident 1 escalated" in r.getMessage()]
+    assert said == [
+        ("ERROR", f"incident 1 escalated: {incident.closing}. Look: lightning-sentinel report {tmp_path / 'run'}")
+    ]
 
 
 def test_a_run_that_cannot_be_helped_stops_visibly_with_its_exit_code(caplog: pytest.LogCaptureFixture) -> None:

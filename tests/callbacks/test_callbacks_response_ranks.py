@@ -96,10 +96,22 @@ def at(result: dict[str, Any], step: int) -> list[str]:
 
 @pytest.mark.distributed
 def test_both_ranks_tell_the_same_story(ranks: list[dict[str, Any]]) -> None:
-    ours, theirs = ({k: v for k, v in result.items() if k not in ("losses", "seen")} for result in ranks)
+    ours, theirs = ({k: v for k, v in result.items() if k not in ("losses", "seen", "said")} for result in ranks)
     assert ours == theirs
     assert ranks[0]["seen"] == ranks[1]["seen"]
     assert sorted(map(int, ranks[0]["seen"])) == list(range(STEPS))
+
+
+@pytest.mark.distributed
+def test_each_incident_is_said_once_by_rank_0(ranks: list[dict[str, Any]]) -> None:
+    said = [[tuple(line) for line in result["said"] if "incident" in line[1]] for result in ranks]
+    assert said[1] == []
+    for incident in ranks[0]["incidents"]:
+        number = incident["number"]
+        opened = [level for level, words in said[0] if words.startswith(f"incident {number} at step ")]
+        closed = [level for level, words in said[0] if words.startswith(f"incident {number} recovered: ")]
+        assert (opened, closed) == (["WARNING"], ["INFO"] if incident["status"] == "recovered" else [])
+    assert [incident["status"] for incident in ranks[0]["incidents"]].count("recovered") >= 2
 
 
 @pytest.mark.distributed

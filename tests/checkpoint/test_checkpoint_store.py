@@ -84,7 +84,10 @@ def test_every_one_of_500_random_corruptions_is_refused_by_name(tmp_path: Path) 
         seen.add((kind, names.split()[0]))
         problems = store.verify(new)
         assert problems, f"{number}: {kind} of {names} was not noticed"
-        assert any(problem.startswith(name) for problem in problems for name in [*names.split(), "status.json"])
+        blamed = names.split()
+        if (kind, names) == ("swapped", "manifest.json"):
+            blamed = ["status.json"]  # a whole manifest, but not the one whose hash the status holds
+        assert all(any(problem.startswith(name) for name in blamed) for problem in problems), (kind, names, problems)
         lines: list[str] = []
         chosen = store.newest_verified(say=lines.append)
         assert chosen is not None
