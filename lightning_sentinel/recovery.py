@@ -123,7 +123,10 @@ class _Point:
 def close(incident: Incident, step: int, path_z: float | None, limit: float, probation: int) -> None:
     """Close an incident as recovered or escalated, with the number and a sentence."""
     incident.path_z, incident.closed_step = path_z, step
-    if path_z is None:
+    if incident.kinds == {FindingKind.STRAGGLER}:
+        incident.status = IncidentStatus.RESOLVED
+        incident.closing = "reported: a rank that is slow leaves nothing in the weights, so nothing was to be undone"
+    elif path_z is None:
         incident.status = IncidentStatus.RECOVERED
         incident.closing = f"{probation} healthy steps; there was too little history for a forecast"
     elif path_z <= limit:

@@ -199,9 +199,9 @@ class IncidentResponse(SentinelCallback):
         """Answer one record. Every rank calls it with the same arguments and takes the same way."""
         self._gates += 1
         self._match_watches(record)
-        serious = self._serious(findings)
+        serious, slow = self._serious(findings)
         for finding in findings:
-            if finding not in serious:
+            if finding not in (*serious, *slow):
                 self._journal_minor(trainer, finding)
         look, self._look = self._look, None
         if look is not None and look.record.step == record.step and not serious:
@@ -216,6 +216,8 @@ class IncidentResponse(SentinelCallback):
             self._watch_recovery(trainer, record)
             self.actuator.keep_plan(trainer, optimizer, record.step)
             self._mark_healthy(trainer, record)
+        if slow:
+            self._answer(trainer, pl_module, optimizer, record, slow)
         if not self.context(trainer).held:
             self._passed_in_batch += 1
 
@@ -246,28 +248,32 @@ class IncidentResponse(SentinelCallback):
             window: Its captured micro-batches.
         """
         self._match_watches(record)
-        serious = self._serious(findings)
+        serious, slow = self._serious(findings)
         if not serious and not kept_out and not record.has_nonfinite:
             self._gates += 1
-            for finding in findings:
-                self._journal_minor(trainer, finding)
             self._watch_recovery(trainer, record)
             if optimizer is not None:
                 self.actuator.keep_plan(trainer, optimizer, record.step)
             self._mark_healthy(trainer, record, window)
+        elif optimizer is not None and self._look_again(trainer, optimizer, record, serious, kept_out, window):
             return
-        if optimizer is not None and self._look_again(trainer, optimizer, record, serious, kept_out, window):
-            return
-        self._gates += 1
+        else:
+            self._gates += 1
         for finding in findings:
-            if finding not in serious:
+            if finding not in (*serious, *slow):
                 self._journal_minor(trainer, finding)
-        if not serious:
-            return
-        incident = self._incident_for(trainer, record, serious)
+        for group in (serious, slow):
+            if group:
+                self._note_late(trainer, record, group, window)
+
+    def _note_late(
+        self, trainer: Trainer, record: StepRecord, findings: list[Finding], window: StepWindow | None
+    ) -> None:
+        """Write down an incident of the step before, with what the findings alone say of it."""
+        incident = self._incident_for(trainer, record, findings)
         watch = self._watched[incident.number]
         watch.healthy, watch.last_step = [], record.step
-        kinds = {f.kind for f in serious}
+        kinds = {f.kind for f in findings}
         if self._needs_triage(kinds, incident, watch):
             watch.examined = {*watch.examined, *kinds}
             boundary = first_bad_boundary(window) if window is not None else None
@@ -359,16 +365,20 @@ class IncidentResponse(SentinelCallback):
             for number in still_open - self._watched.keys():
                 self._watched[number] = IncidentWatch(record.step, context.history)
 
-    def _serious(self, findings: Sequence[Finding]) -> list[Finding]:
-        """Findings that need an answer; an overflow counts while an incident of overflows is open."""
+    def _serious(self, findings: Sequence[Finding]) -> tuple[list[Finding], list[Finding]]:
+        """Findings that need an answer, and slow ranks, which are an incident of their own: they touch no weights.
+
+        An overflow counts while an incident of overflows is open.
+        """
         collapse_open = any(w.case == "numerics/scale" and w.answers for w in self._watched.values())
-        serious = []
+        serious: list[Finding] = []
+        slow: list[Finding] = []
         for finding in findings:
             if finding.kind is FindingKind.SCALER_OVERFLOW and collapse_open:
                 serious.append(replace(finding, severity=Severity.INCIDENT))
             elif finding.severity is Severity.INCIDENT:
-                serious.append(finding)
-        return serious
+                (slow if finding.kind is FindingKind.STRAGGLER else serious).append(finding)
+        return serious, slow
 
     def _answer(
         self,
@@ -423,7 +433,7 @@ class IncidentResponse(SentinelCallback):
         earlier = any(not i.is_open and i.opened_step == record.step and kinds & i.kinds for i in context.incidents)
         for incident in [] if earlier else reversed(context.incidents):
             watch = self._watched.get(incident.number)
-            if not incident.is_open or watch is None:
+            if not incident.is_open or watch is None or (kinds == _SLOW) is not (incident.kinds == _SLOW):
                 continue
             near = min(f.since_step for f in findings) <= watch.last_step + 1
             same = bool(kinds & incident.kinds - REPORT_ONLY) and not (kinds & _SINGLE_STEP)
@@ -456,13 +466,12 @@ class IncidentResponse(SentinelCallback):
 
     def _needs_triage(self, kinds: set[FindingKind], incident: Incident, watch: IncidentWatch) -> bool:
         """Examine when the incident is new, has a new side, or an answer has not helped."""
-        if kinds <= REPORT_ONLY:
-            return False
         if watch.case == "numerics/scale" and watch.answers:
             return False  # a further overflow of a convicted module tells nothing new
         unanswered = self.policy.mode == "recover" and watch.answers > watch.examined_answers
         # Where nothing was done about a cause that is known, what is found later is its consequence.
-        settled = bool(incident.verdict.culprits) and watch.answers == watch.examined_answers
+        known = bool(incident.verdict.culprits) and watch.case != "report_only"
+        settled = known and watch.answers == watch.examined_answers
         return (bool(kinds - watch.examined) and not settled) or unanswered
 
     def _examine(
@@ -493,7 +502,8 @@ class IncidentResponse(SentinelCallback):
                 if trainer.world_size > 1:
                     raise  # the ranks have parted: going on would end in a time-out somewhere else
                 log.exception("the examination of incident %d failed; the verdict stays open", incident.number)
-                verdict = Verdict(sentence=f"the examination failed: {type(error).__name__}: {error}")
+                sentence = f"the examination failed: {type(error).__name__}: {error}"
+                verdict = Verdict(sentence=sentence, evidence=_comparisons(record, f"not measured: {sentence}"))
         context.write(trainer, "triage.verdict", incident=incident.number, verdict=verdict.to_dict())
         if verdict.kind is not VerdictKind.UNDETERMINED or verdict.sentence:
             log_of(trainer).warning(
@@ -703,7 +713,7 @@ class IncidentResponse(SentinelCallback):
             if len(watch.healthy) < self.probation_steps:
                 continue
             path_z = watch.path_z(self._gone(trainer))
-            back = path_z is None or path_z <= self.recovered_z
+            back = path_z is None or path_z <= self.recovered_z or incident.kinds == _SLOW
             if not back and len(watch.healthy) < 3 * self.probation_steps:
                 continue
             recovery.close(incident, record.step, path_z, self.recovered_z, len(watch.healthy))
@@ -793,6 +803,9 @@ _STATE_AT_FAULT = frozenset(
 )
 
 
+_SLOW = frozenset({FindingKind.STRAGGLER})
+
+
 # A finding of this kind concerns one step; the same kind at a later step is another incident.
 _SINGLE_STEP = frozenset(
     {
@@ -843,6 +856,9 @@ class _Look:
             " data it is healthy.",
             again.step,
             reproducible=False,
+            evidence=_comparisons(
+                self.record, "not measured: the step is over, and came out healthy when it ran again"
+            ),
         )
 
 
@@ -858,8 +874,20 @@ def _verdict_from_findings(incident: Incident, record: StepRecord, module: str =
         kind = VerdictKind.DATA
     elif FindingKind.RESTART_JUMP in kinds:
         kind = VerdictKind.OPTIMIZATION
+    elif kinds == _SLOW:
+        kind = VerdictKind.INFRASTRUCTURE
     else:
         kind, samples = VerdictKind.UNDETERMINED, ()
     # of this step: an incident that is met again after an answer does not reach back to before that answer
     since = min((f.since_step for f in incident.findings if f.step == record.step), default=incident.since_step)
-    return Verdict(kind, culprits, "from the findings alone", since, sample_ids=samples)
+    why = "not measured: the verdict rests on the findings alone"
+    return Verdict(
+        kind, culprits, "from the findings alone", since, sample_ids=samples, evidence=_comparisons(record, why)
+    )
+
+
+def _comparisons(record: StepRecord, why: str) -> dict[str, Any]:
+    """The five comparisons that each verdict lists, where there was no examination that could have made them."""
+    from ..triage.causes.comparisons import unmeasured
+
+    return {"comparisons": unmeasured(record, why)}

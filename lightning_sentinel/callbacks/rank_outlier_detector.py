@@ -27,7 +27,8 @@ class RankOutlierDetector(DetectorCallback):
     kind              severity   meaning
     ================  =========  =====================================================================
     ``rank_outlier``  incident   ``ranks`` and ``culprits`` (``rank:<r>``) name it, worst first
-    ``straggler``     alarm      a rank computes slower than the median, step after step
+    ``straggler``     alarm      a rank is slower than the median rank, step after step
+    ..                incident   the same, and the others are seen to wait for it by 20 ms a step or more
     ================  =========  =====================================================================
 
     Args:
@@ -42,7 +43,7 @@ class RankOutlierDetector(DetectorCallback):
         warmup: Records of history before offsets and noise are trusted.
         memory: Records over which offsets and noise are averaged.
         max_named: Ranks named in one finding, worst first.
-        straggler: Multiple of the median compute time from which a rank is slow.
+        straggler: Multiple of the median rank's time from which a rank is slow.
         straggler_steps: Steps in a row that make a slow rank a straggler.
     """
 

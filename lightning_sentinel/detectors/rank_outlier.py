@@ -29,11 +29,19 @@ from .robust import MAD_TO_SIGMA
 BoolArray = npt.NDArray[np.bool_]
 # The largest recent healthy score is forgotten at this rate a step.
 PEAK_DECAY = 0.999
+# Share of a rank's lateness that the median rank must have waited for it, to take the one for the cause of the other.
+WAITED_FOR = 0.5
+# A lateness below is of the size of a logger's or the journal's own work on rank 0, and nobody would move a rank for it.
+HELD_UP_SECONDS = 0.02
 
 
 @dataclass(eq=False)
 class RankOutlier:
-    """Names ranks whose loss leaves its usual place among the ranks, and ranks that compute slowly.
+    """Names ranks whose loss leaves its usual place among the ranks, and ranks that the others wait for.
+
+    A rank is slow that computes for longer than the median rank, or that needs longer in all (its data included) while the
+    others are seen to wait for it; of two ranks the quicker one is the measure. It is an alarm, and an incident where the
+    others wait for it by 20 ms a step or more.
 
     Args:
         threshold: Score of one step, in robust sigma, from which a rank is named.
@@ -47,7 +55,7 @@ class RankOutlier:
         warmup: Records of history before offsets and noise are trusted.
         memory: Records over which offsets and noise are averaged.
         max_named: Ranks named in one finding, worst first.
-        straggler: Multiple of the median compute time from which a rank is slow.
+        straggler: Multiple of the median rank's time from which a rank is slow.
         straggler_steps: Steps in a row that make a slow rank a straggler.
     """
 
@@ -74,7 +82,8 @@ class RankOutlier:
         self._last: FloatArray = np.empty((2, 0))  # scores of the two steps before
         self._peak: FloatArray = np.zeros(3)  # largest healthy scores lately, over one, two and three steps
         self._named: set[int] = set()
-        self._slow: FloatArray = np.empty(0)
+        self._slow: FloatArray = np.empty(0)  # steps in a row in which a rank was slow
+        self._held: FloatArray = np.empty(0)  # of which the others were seen to wait for it
         self._slow_named: set[int] = set()
 
     def observe(self, record: StepRecord) -> list[Finding]:
@@ -91,7 +100,7 @@ class RankOutlier:
         self._last = np.zeros((2, world_size))
         self._peak = np.zeros(3)
         self._named = set()
-        self._slow = np.zeros(world_size)
+        self._slow, self._held = np.zeros(world_size), np.zeros(world_size)
         self._slow_named = set()
 
     def _losses(self, record: StepRecord) -> list[Finding]:
@@ -220,44 +229,58 @@ class RankOutlier:
         )
 
     def _times(self, record: StepRecord) -> list[Finding]:
-        wait = record.column("wait_seconds")
-        busy = record.column("step_seconds") - record.column("data_seconds") - wait
+        wait, data = record.column("wait_seconds"), record.column("data_seconds")
+        own = record.column("step_seconds") - wait  # until the others can go on
+        busy = own - data
         if not np.isfinite(busy).all():
             return []
-        usual = float(np.median(busy))
+        usual, usual_own, usual_wait = _usual(busy), _usual(own), _usual(-wait) * -1.0
         if usual <= 0:
             return []
-        slow = busy > self.straggler * usual
+        # Whoever is late lets the others wait: a rank whose data is late is told from one that has time.
+        held_up = (usual_wait - wait) >= WAITED_FOR * (own - usual_own)
+        slow = (busy > self.straggler * usual) | ((own > self.straggler * usual_own) & held_up)
         self._slow = np.where(slow, self._slow + 1, 0.0)
+        self._held = np.where(slow, self._held + held_up, 0.0)
         self._slow_named &= set(np.flatnonzero(slow).tolist())
         fresh = sorted(set(np.flatnonzero(self._slow >= self.straggler_steps).tolist()) - self._slow_named)
         if not fresh:
             return []
         self._slow_named |= set(fresh)
-        worst = max(fresh, key=lambda r: float(busy[r]))
+        worst = max(fresh, key=lambda r: float(own[r]))
+        by_data = not busy[worst] > self.straggler * usual
+        mine, others = (own, usual_own) if by_data else (busy, usual)
         named = tuple(fresh[: self.max_named])
+        waited_for = 2.0 * self._held[worst] > self._slow[worst]
+        serious = bool(waited_for) and float(own[worst]) - usual_own >= HELD_UP_SECONDS
+        what = "needs" if by_data else "computes for"
+        left_out = "waiting for others left out" if by_data else "waiting for data and for others left out"
         return [
             Finding(
                 kind=FindingKind.STRAGGLER,
                 detector=self.name,
                 step=record.step,
-                score=float(busy[worst]) / usual,
+                score=float(mine[worst]) / others,
                 threshold=self.straggler,
-                unit="x median compute time",
-                severity=Severity.ALARM,
+                unit="x median time of its own",
+                severity=Severity.INCIDENT if serious else Severity.ALARM,
                 since_step=record.step - self.straggler_steps + 1,
                 ranks=named,
                 culprits=tuple(f"rank:{r}" for r in named),
                 window=self.straggler_steps,
-                message=f"Rank {worst} computes for {busy[worst]:.3f} s at step {record.step} (waiting for data and for"
-                f" others left out), the median rank for {usual:.3f} s: {busy[worst] / usual:.2f} times, above"
-                f" {self.straggler:g} for {self.straggler_steps} steps in a row. It waits {wait[worst]:.3f} s for others,"
-                f" the median rank {float(np.median(wait)):.3f} s.",
+                message=f"Rank {worst} {what} {mine[worst]:.3f} s at step {record.step} ({left_out}), the median rank"
+                f" {'' if by_data else 'for '}{others:.3f} s: {mine[worst] / others:.2f} times, above {self.straggler:g} for"
+                f" {self.straggler_steps} steps in a row. Until its batch was there it took {data[worst]:.3f} s. It waits"
+                f" {wait[worst]:.3f} s for others, the median rank {usual_wait:.3f} s.",
                 evidence={
-                    "seconds": float(busy[worst]),
-                    "median_seconds": usual,
+                    "seconds": float(mine[worst]),
+                    "median_seconds": others,
+                    "compute_seconds": float(busy[worst]),
+                    "median_compute_seconds": usual,
+                    "data_seconds": float(data[worst]),
+                    "median_data_seconds": _usual(data),
                     "wait_seconds": float(wait[worst]),
-                    "median_wait_seconds": float(np.median(wait)),
+                    "median_wait_seconds": usual_wait,
                 },
             )
         ]
@@ -272,6 +295,7 @@ class RankOutlier:
             "peak": self._peak.copy(),
             "named": sorted(self._named),
             "slow": self._slow.copy(),
+            "held": self._held.copy(),
             "slow_named": sorted(self._slow_named),
         }
 
@@ -284,4 +308,10 @@ class RankOutlier:
         self._peak = np.array(state["peak"], dtype=np.float64)
         self._named = set(state["named"])
         self._slow = np.array(state["slow"], dtype=np.float64)
+        self._held = np.array(state.get("held", np.zeros(len(self._slow))), dtype=np.float64)  # absent before 0.2
         self._slow_named = set(state["slow_named"])
+
+
+def _usual(values: FloatArray) -> float:
+    """The lower median: of two ranks the smaller value, so that a slow one does not raise its own measure."""
+    return float(np.sort(values)[(len(values) - 1) // 2])

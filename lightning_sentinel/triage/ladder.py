@@ -215,16 +215,21 @@ class Ladder:
     def _why_inexact(self) -> list[str]:
         """Why a replay may differ from its step although nothing failed, on any rank."""
         window = self.context.window
-        reasons = []
-        if window is not None and any(m.changed_in_place for m in window.micro_batches):
-            reasons.append("a batch was changed in place after its capture")
-        if window is not None and self.trace is not None and self.trace.forwards < len(window.micro_batches):
-            reasons.append("not all micro-batches were replayed")
-        if any(m.__dict__.get("_compiled_call_impl") is not None for m in self.module.modules()) or getattr(
-            self.module, "_compiler_ctx", None
-        ):
-            reasons.append("the step ran compiled, the replay did not")
-        return sorted({reason for mine in self.peers.gather(reasons) for reason in mine})
+
+        def measure() -> list[str]:
+            reasons = []
+            if window is not None and any(m.changed_in_place for m in window.micro_batches):
+                reasons.append("a batch was changed in place after its capture")
+            if window is not None and self.trace is not None and self.trace.forwards < len(window.micro_batches):
+                reasons.append("not all micro-batches were replayed")
+            if any(m.__dict__.get("_compiled_call_impl") is not None for m in self.module.modules()) or getattr(
+                self.module, "_compiler_ctx", None
+            ):
+                reasons.append("the step ran compiled, the replay did not")
+            return reasons
+
+        everyone, error = self.peers.measured(measure)
+        return sorted({r for mine in everyone for r in mine} | ({error} if error else set()))
 
     def _healthy_change(
         self,

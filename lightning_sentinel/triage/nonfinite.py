@@ -331,12 +331,22 @@ def _reduces_badly(
         return None
     named = _reducible(gradients)
     for dtype in (None, torch.float16):
-        flat = torch.cat([(g if dtype is None else g.to(dtype)).detach().reshape(-1).clone() for _, g in named])
-        own_is_bad = is_bad(flat)
+        copies: list[Tensor] = []
+
+        def prepare(dtype: torch.dtype | None = dtype, copies: list[Tensor] = copies) -> bool:
+            copies.append(
+                torch.cat([(g if dtype is None else g.to(dtype)).detach().reshape(-1).clone() for _, g in named])
+            )
+            return is_bad(copies[0])
+
+        own, error = peers.measured(prepare)  # a copy of all gradients may find no room on one rank
+        if error:
+            return None
+        flat = copies[0]
         dist.all_reduce(flat)
-        if not peers.any(own_is_bad or is_bad(flat)):
-            continue
         parts = torch.split(flat, [g.numel() for _, g in named])
         first = next((n for (n, _), part in zip(named, parts, strict=True) if is_bad(part)), "")
-        return ("" if dtype is None else "float16"), next((n for n in peers.gather(first) if n), "")
+        bad = [n for n in peers.gather(first) if n]
+        if bad or any(own):
+            return ("" if dtype is None else "float16"), next(iter(bad), "")
     return None

@@ -71,6 +71,7 @@ class Investigation(Known, State, NonFiniteCause, Replicas, Replayed, Data, Comp
             self.inputs,
             self.restart,
             self.stragglers,
+            self.no_gradient,
             self.given_state,
             self.learning_rate,
             self.replicas,

@@ -161,5 +161,47 @@ def test_who_waits_for_a_slow_rank_is_not_slow():
     assert (finding.evidence["wait_seconds"], finding.evidence["median_wait_seconds"]) == (0.0, 0.3)
 
 
+def waited(step, busy, data, wait):
+    record = times(step, busy, np.zeros(len(busy)))
+    record.values[:, SIGNAL_INDEX["step_seconds"]] = np.array(busy) + np.array(data) + np.array(wait)
+    record.values[:, SIGNAL_INDEX["data_seconds"]] = data
+    record.values[:, SIGNAL_INDEX["wait_seconds"]] = wait
+    return record
+
+
+@pytest.mark.parametrize(
+    ("busy", "data", "wait", "severity", "part"),
+    [
+        ([0.05, 0.1], [0.0, 0.0], [0.05, 0.0], "incident", "compute"),  # of two ranks the quicker one is the measure
+        ([0.05, 0.05], [0.0, 0.1], [0.1, 0.0], "incident", "data"),  # late because its data is late
+        ([0.05, 0.05], [0.0, 0.1], [0.0, 0.0], None, ""),  # nobody waits for it: no reduction in between
+        ([0.05, 0.05], [0.1, 0.0], [0.0, 0.0], None, ""),
+        ([0.05, 0.1], [0.0, 0.0], [0.0, 0.0], "alarm", "compute"),  # slow, but nobody was seen to wait
+        ([0.005, 0.01], [0.0, 0.0], [0.005, 0.0], "alarm", "compute"),  # a few milliseconds
+        ([0.05, 0.06], [0.0, 0.0], [0.01, 0.0], None, ""),
+    ],
+)
+def test_a_rank_that_the_others_wait_for_is_an_incident(busy, data, wait, severity, part):
+    detector, found = RankOutlier(), []
+    for step in range(40):
+        found += detector.observe(waited(step, busy, data, wait))
+    assert [str(f.severity) for f in found] == [severity] * (severity is not None)
+    for f in found:
+        assert (f.step, f.since_step, f.culprits) == (19, 0, ("rank:1",))
+        late = {k: f.evidence[f"{k}_seconds"] - f.evidence[f"median_{k}_seconds"] for k in ("compute", "data")}
+        assert max(late, key=late.__getitem__) == part
+        assert ("needs" in f.message) is (part == "data")
+
+
+def test_the_count_of_slow_steps_goes_round():
+    detector = RankOutlier()
+    for step in range(19):
+        assert detector.observe(waited(step, [0.05, 0.1], [0.0, 0.0], [0.05, 0.0])) == []
+    again = RankOutlier()
+    again.load_state_dict(detector.state_dict())
+    [finding] = again.observe(waited(19, [0.05, 0.1], [0.0, 0.0], [0.05, 0.0]))
+    assert (finding.since_step, str(finding.severity)) == (0, "incident")
+
+
 def test_one_rank_is_silent():
     assert feed(RankOutlier(), np.array([[2.0], [90.0]])) == []

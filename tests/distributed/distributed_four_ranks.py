@@ -91,7 +91,6 @@ def fit(folder: Path, bad: int) -> None:
     result: dict[str, Any] = {
         "incidents": [incident.to_dict() for incident in context.incidents],
         "applied": steps,
-        "alarms": [e["finding"] for e in sink.events if "finding" in e],
         "quarantined": sorted(context.ledger.active) if context.ledger is not None else [],
         "end": digest(trainer),
         "step": trainer.global_step,

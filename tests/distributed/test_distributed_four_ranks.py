@@ -30,8 +30,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 def incident_at(result: dict[str, Any], step: int) -> dict[str, Any]:
-    (incident,) = [i for i in result["incidents"] if i["opened_step"] == step]
+    (incident,) = [i for i in result["incidents"] if i["opened_step"] == step and i not in slow_ranks(result)]
     return incident
+
+
+def slow_ranks(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Incidents of a slow rank; a loaded machine may add some of its own to the one that is asked for."""
+    return [i for i in result["incidents"] if {f["kind"] for f in i["findings"]} == {"straggler"}]
 
 
 def ranks_found(incident: dict[str, Any], kind: str) -> list[int]:
@@ -48,8 +53,9 @@ def test_all_ranks_tell_the_same_story_and_end_with_the_same_weights(results: Re
         assert other["incidents"] == first["incidents"]
         assert other["applied"] == first["applied"]
         assert (other["end"], other["step"], other["quarantined"]) == (first["end"], 232, first["quarantined"])
-    assert [i["opened_step"] for i in first["incidents"]] == [LOSS_40, FORWARD, BACKWARD, UNSUPERVISED, WEIGHTS, CURSOR]
-    assert {i["status"] for i in first["incidents"]} == {"recovered"}
+    hurt = [i for i in first["incidents"] if i not in slow_ranks(first)]
+    assert [i["opened_step"] for i in hurt] == [LOSS_40, FORWARD, BACKWARD, UNSUPERVISED, WEIGHTS, CURSOR]
+    assert {i["status"] for i in hurt} == {"recovered"}
 
 
 @pytest.mark.distributed
@@ -109,10 +115,13 @@ def test_the_bad_rank_is_named_by_every_rank(results: Results, bad: int, seen_by
 def test_the_slow_rank_is_told_from_those_that_wait_for_it(results: Results, bad: int) -> None:
     """All ranks take the same wall time for a step: only the time without waiting tells them apart."""
     for result in results[bad]:
-        slow = [a for a in result["alarms"] if a["kind"] == "straggler" and a["step"] >= SLOW]
-        assert [a["ranks"] for a in slow] == [[bad]]
-        assert SLOW + 8 <= slow[0]["step"] < SLOW + SLOW_STEPS  # a loaded machine may have begun to slow it before
-        evidence = slow[0]["evidence"]
+        [incident] = [i for i in slow_ranks(result) if i["opened_step"] >= SLOW]
+        assert (incident["verdict"]["kind"], incident["verdict"]["culprits"]) == ("infrastructure", [f"rank:{bad}"])
+        assert incident["actions"] == []
+        assert incident["status"] in ("open", "resolved")
+        slow = incident["findings"][0]
+        assert SLOW + 8 <= slow["step"] < SLOW + SLOW_STEPS  # a loaded machine may have begun to slow it before
+        evidence = slow["evidence"]
         assert evidence["seconds"] > 0.2  # it sleeps for so long
         assert evidence["wait_seconds"] < evidence["median_wait_seconds"]
         assert evidence["median_wait_seconds"] > 0.1

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...record import StepRecord
 from ..ladder import Ladder
 from ..layers import first_deviation
 from ..replay import ReplayResult
@@ -17,19 +18,41 @@ from ..window import tensors
 APART = 0.5  # relative difference of root mean squares from which two layers are apart
 
 
+def unmeasured(record: StepRecord, why: str) -> dict[str, Any]:
+    """The five comparisons of a verdict that rests on the findings: what the record holds, and why the rest is missing.
+
+    Args:
+        record: The step's.
+        why: A sentence.
+    """
+    return {
+        "token_level_losses": why,
+        "rank_values": {
+            "loss_nats": [float(x) for x in record.column("loss_nats")[:64]],
+            "worst_rank": record.worst_rank,
+        },
+        "gradient_norms": {"live": [float(x) for x in record.column("grad_norm")[:64]]},
+        "activation_norms": why,
+        "input_manifest": {"sample_ids": list(record.sample_ids)[:64]} if record.sample_ids else why,
+    }
+
+
 class Comparisons(Ladder):
     """Token-level losses, per-rank values, gradient norms, activation norms, the input manifest."""
 
     def comparisons(self) -> dict[str, Any]:
         """The five comparisons that precede a hypothesis: each with its values, or why it is missing."""
         worst = self.record.worst_rank
-        unrun = "not measured: the verdict needed no replay"
+        unrun = self._why_no_replay()
         main = self.main
         mine: dict[str, Any] = {"token_level_losses": unrun, "activation_norms": unrun}
         replayed = math.nan
         if main is not None:
             replayed = main.grad_norm
-            mine["token_level_losses"] = self._token_losses(main)
+            try:
+                mine["token_level_losses"] = self._token_losses(main)
+            except Exception as failure:  # what the user's loss was given may be of any shape
+                mine["token_level_losses"] = f"not available: {type(failure).__name__}: {failure}"
             mine["activation_norms"] = main.activation_rms or "not known: the module has no blocks to watch"
         try:
             mine["input_manifest"] = self._manifest()
@@ -59,6 +82,16 @@ class Comparisons(Ladder):
             "first_layer_apart_from_a_healthy_batch": _first_apart(shown["rms"], shown["healthy_rms"]),
             "input_manifest": shown["input_manifest"],
         }
+
+    def _why_no_replay(self) -> str:
+        """Why the step was not computed again, where it was not."""
+        for experiment in self.experiments:
+            if experiment.name in ("replay", "armed replay"):
+                return f"not measured: {experiment.result}: {experiment.detail.get('reason', 'see the experiments')}"
+        window = self.context.window
+        if window is None or not window.micro_batches:
+            return "not measured: the step was not captured"
+        return "not measured: the verdict needed no replay"
 
     def _token_losses(self, main: ReplayResult) -> Any:
         """Losses of samples, and of the tokens with the highest loss, as far as the replay has heard them."""

@@ -110,14 +110,18 @@ class Computation(Ladder):
 
     def _first_parted(self, window: StepWindow, result: ReplayResult, gone: Sequence[int]) -> str:
         """First watched module, in forward order, whose output is another one than in the live step, on the first rank."""
-        mine = ""
         live = {(i, path): total for i, path, total in reversed(window.boundary_flags)}
-        for i, path, now in result.sums if self.peers.rank in gone else ():
-            before = live.get((i, path))
-            if before is not None and not abs(now - float(before)) <= PARTED * max(abs(now), abs(float(before)), 1e-6):
-                mine = path
-                break
-        return next((path for path in self.peers.gather(mine) if path), "")
+
+        def measure() -> str:
+            for i, path, now in result.sums if self.peers.rank in gone else ():
+                before = live.get((i, path))
+                if before is not None and not abs(now - float(before)) <= PARTED * max(
+                    abs(now), abs(float(before)), 1e-6
+                ):
+                    return path
+            return ""
+
+        return next((path for path in self.measured("first module that has parted", measure) or [] if path), "")
 
     def _changed(self, window: StepWindow, gone: Sequence[int], first: str, changes: Sequence[float]) -> Verdict | None:
         """Not what it was: does it at least give the same each time?"""
@@ -172,19 +176,18 @@ class Computation(Ladder):
         sent = None if packed is None else packed[suspect]
         if sent is None or not self.affords(1, name):
             return None
-        unpacked: list[Any] = []
+        unpacked: list[StepWindow] = []
 
         def unpack() -> None:
-            unpacked.append(pickle.loads(sent))
+            payload, device = pickle.loads(sent), self.trainer.strategy.root_device
+            batch, batch_idx, _, buffers = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, payload)
+            # random states stay where they are
+            micro = MicroBatch(batch, batch_idx, payload[2], [t._version for t in tensors(batch)])
+            unpacked.append(StepWindow(self.record.step, self.record.attempt, [micro], buffers))
 
         if self.measured(name, unpack) is None:
             return None
-        payload, device = unpacked[0], self.trainer.strategy.root_device
-        batch, batch_idx, rng, buffers = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, payload)
-        rng = payload[2]  # random states stay where they are
-        micro = MicroBatch(batch, batch_idx, rng, [t._version for t in tensors(batch)])
-        foreign = StepWindow(self.record.step, self.record.attempt, [micro], buffers)
-        result = self._replay(name, foreign, backward=False, micro_batches=[0])
+        result = self._replay(name, unpacked[0], backward=False, micro_batches=[0])
         if result is None:
             return None
         losses = self.peers.gather(result.loss)
@@ -324,28 +327,38 @@ class Computation(Ladder):
         there = self._replay(name, dtype=torch.float64, keep_grads=True)
         if there is None:
             return None
-        grads = there.grads or {}
-        size = math.sqrt(sum(float(g.double().square().sum()) for g in grads.values()))
-        weights = {n: p.detach().double() for n, p in self.module.named_parameters() if n in grads}
-        norm = math.sqrt(sum(float(w.square().sum()) for w in weights.values()))
-        step = STEP * max(norm, 1e-6)
-        usable = bool(grads) and math.isfinite(size) and size > 0
-        if not all(self.peers.gather(usable)):
+        main, grads = self.main, there.grads or {}
+        weights: dict[str, Tensor] = {}
+
+        def measure() -> tuple[float, float, float]:
+            weights.update({n: p.detach().double() for n, p in self.module.named_parameters() if n in grads})
+            norm = math.sqrt(sum(float(w.square().sum()) for w in weights.values()))
+            size = said = math.sqrt(sum(float(g.double().square().sum()) for g in grads.values()))
+            if size > 0 and main is not None and main.grads is not None and main.micro_batches == there.micro_batches:
+                # What the run itself computed, hooks on its parameters included, along the direction that was measured.
+                own = [float((main.grads[n].double() * g.double()).sum()) for n, g in grads.items() if n in main.grads]
+                said = sum(own) / size
+            return size, said, STEP * max(norm, 1e-6)
+
+        sizes = self.measured(name, measure)
+        if sizes is None or not all(math.isfinite(size) and size > 0 for size, _, _ in sizes):
             return None
+        size, said, step = sizes[self.peers.rank]
         ends = []
         for sign in (1.0, -1.0):
-            moved = {n: w + sign * step / size * grads[n] for n, w in weights.items()}
+            moved: dict[str, Tensor] = {}
+
+            def move(sign: float = sign, moved: dict[str, Tensor] = moved) -> None:
+                moved.update({n: w + sign * step / size * grads[n] for n, w in weights.items()})
+
+            if self.measured(name, move) is None:
+                return None
             end = self._replay(
                 name, dtype=torch.float64, parameters=moved, backward=False, micro_batches=list(there.micro_batches)
             )
             if end is None:
                 return None
             ends.append(end.loss)
-        main, said = self.main, size
-        if main is not None and main.grads is not None and main.micro_batches == there.micro_batches:
-            # What the run itself computed, hooks on its parameters included, along the direction that was measured.
-            along = [float((main.grads[n].double() * g.double()).sum()) for n, g in grads.items() if n in main.grads]
-            said = sum(along) / size
         # The gradient is of the losses as they go into the backward, each divided by the accumulation.
         count = max(len(there.losses), 1)
         divided = self.trainer.accumulate_grad_batches if self.module.automatic_optimization else 1

@@ -86,9 +86,14 @@ class Damage(Computation):
             if name in now and b.is_floating_point() and b.numel()
         }
         kept |= {n: ("parameter", p) for n, p in (good.params or {}).items() if n in own and id(own[n]) not in owned}
-        moved = [n for n, (kind, t) in sorted(kept.items()) if _differs(now[n] if kind == "buffer" else own[n], t)]
+
+        def measure() -> tuple[list[str], list[str]]:
+            return sorted(kept), [n for n, (k, t) in kept.items() if _differs(now[n] if k == "buffer" else own[n], t)]
+
+        everyone = self.measured("what no optimizer moves", measure)
         # Every rank looks at the same names, whatever has moved on it.
-        names = sorted(set().union(*self.peers.gather(moved)))
+        common = set.intersection(*(set(held) for held, _ in everyone or [([], [])]))
+        names = sorted(common & {n for _, moved in everyone or [] for n in moved})
         if not names:
             return None
         left = self._with_put_back(kept, names)
@@ -133,9 +138,16 @@ class Damage(Computation):
             return []
         window, own = self.context.window, dict(self.module.named_parameters())
         now = {} if window is None else window.buffers
-        pairs = [(local(now[n] if kind == "buffer" else own[n]), local(t)) for n, kind, t in parts]
-        far = max((float((a.detach().double() - b.double()).abs().max()) for a, b in pairs), default=0.0)
-        everyone = self.peers.gather(far)
+
+        def measure() -> float:
+            pairs = [(local(now[n] if kind == "buffer" else own[n]), local(t)) for n, kind, t in parts]
+            return max(
+                (float((a.detach().double() - b.to(a.device).double()).abs().max()) for a, b in pairs), default=0.0
+            )
+
+        everyone = self.measured("how far each rank's have moved", measure)
+        if everyone is None:
+            return []
         least = min(everyone)
         found = [r for r, d in enumerate(everyone) if d > 3.0 * least + 1e-12]
         return found if len(found) < self.peers.size else []
@@ -146,16 +158,18 @@ class Damage(Computation):
         """Everything is as planned and the backward is right: was the planned step too large?"""
         name = "size of the update"
 
-        def measure() -> dict[str, Any] | None:
+        points = [s for s in self.snapshots if s.step >= since] or []
+
+        def measure() -> tuple[dict[str, Any] | None, list[float]]:
             grads = None if self.main is None else self.main.grads
-            return ex.update_size(self.optimizer, self.module, grads or {}, self._optimizer_states(good))
+            size = ex.update_size(self.optimizer, self.module, grads or {}, self._optimizer_states(good))
+            strides = [] if size is None else [ex.stride(a, b) for a, b in pairwise(points)] + self._last_stride(points)
+            return size, strides
 
         everyone = self.measured(name, measure)
-        if everyone is None or everyone[0] is None:
+        found, strides = (None, []) if everyone is None else everyone[0]
+        if found is None:
             return None
-        found = everyone[0]
-        points = [s for s in self.snapshots if s.step >= since] or []
-        strides = self.peers.gather([ex.stride(a, b) for a, b in pairwise(points)] + self._last_stride(points))
         rates = [actual for step, _, actual in self.context.rates if step <= self.record.step]
         early = found["updates"] <= 2.0 / (1.0 - found["beta2"])
         peak = max((max(r, default=0.0) for r in rates), default=0.0)
@@ -172,7 +186,7 @@ class Damage(Computation):
             return self.verdict(
                 VerdictKind.OPTIMIZATION, ["optimizer:eps"], sentence, since=since, reproducible=True, **found
             )
-        found["stride"] = max(strides[0] or [0.0])
+        found["stride"] = max(strides or [0.0])
         if found["relative"] >= TOO_FAR or found["stride"] >= STRIDE:
             largest = max(found["relative"], found["stride"])
             self.note(name, "too large for the weights", steps_to_peak=steps_to_peak, **found)

@@ -55,13 +55,20 @@ class Known(Ladder):
         return self.verdict(kind, culprits, sentence, since=since, restart_aligned=True)
 
     def stragglers(self) -> Verdict | None:
-        """A rank that is only slow needs no experiment."""
+        """A rank that is only slow needs no experiment: the seconds of all ranks are the measurement."""
         if not self.kinds or self.kinds - {FindingKind.STRAGGLER}:
             return None
         ranks = sorted({r for f in self.findings for r in f.ranks})
-        self.note("step time", "slow ranks", ranks=ranks)
+        columns = {c: [float(x) for x in self.record.column(f"{c}_seconds")[:64]] for c in ("step", "data", "wait")}
+        self.note("step time", "slow ranks", ranks=ranks, **columns)
         sentence = " ".join(f.message for f in self.findings[:4])
         return self.verdict(VerdictKind.INFRASTRUCTURE, [f"rank:{r}" for r in ranks], sentence)
+
+    def no_gradient(self) -> Verdict | None:
+        """A step in which nothing was to be learned: a replay would give nothing again."""
+        if not self.kinds or self.kinds - {FindingKind.NO_GRADIENT}:
+            return None
+        return self.verdict(VerdictKind.UNDETERMINED, (), self.said(self.findings))
 
     def given_state(self) -> Verdict | None:
         """Parameters and buffers that were not finite before the first step."""
