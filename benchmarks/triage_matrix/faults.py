@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -734,8 +735,19 @@ class Straggler(Case):
 
     kind, culprits, ranks, duration, patience = "infrastructure", ("rank:1",), {2: 1}, None, 40
 
+    def __init__(self, seed: int, world_size: int = 1) -> None:
+        super().__init__(seed, world_size)
+        self.forwards: deque[float] = deque(maxlen=16)  # seconds of this rank's own, however fast the machine is
+
     def strike(self, trainer: Any, world: World, batch: Any) -> None:
-        time.sleep(0.05)
+        # A backward takes about two forwards: twice the three of them on top is three times as long.
+        time.sleep(max(0.05, 6.0 * sorted(self.forwards)[len(self.forwards) // 2]))
+
+    def after(self, trainer: Any, world: World, batch: Any) -> None:
+        self.begun = time.perf_counter()
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        self.forwards.append(time.perf_counter() - self.begun)
 
 
 class ReductionOverflow(Case):

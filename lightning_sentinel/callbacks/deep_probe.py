@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ..incidents import Finding, FindingKind, Severity
 from ..limits import check_limits
 from ..probes.collect import Stats, rounded
+from ..probes.generic import QUANTILES
 from ..probes.observer import Observer
 from ..probes.training import NAMED, Groups, moment_report, moments
 from ..probes.trend import Approach, RangeTrend
@@ -23,6 +24,7 @@ from ..state.tree import local
 from ..triage.nonfinite import worst_micro_batches
 from ..triage.replay import ReplayResult, ReplayUnavailableError, replay
 from ..triage.sandbox import is_replaying
+from ..triage.tokens import TokenLosses
 from ..triage.window import ensure_capture
 from .base import SentinelCallback, gather_objects
 from .rank_telemetry import scale_of_gradients
@@ -52,6 +54,8 @@ class _Look:
     parameters: list[Tensor] = field(default_factory=list)
     grads_of: str = "step"
     places: dict[str, list[int]] = field(default_factory=dict)
+    tokens: TokenLosses | None = None
+    no_tokens: str = ""
 
 
 class DeepProbe(SentinelCallback):
@@ -66,7 +70,8 @@ class DeepProbe(SentinelCallback):
     - the residual stream by depth (``stream_rms``, ``stream_max`` of the elements of every ``nn.ModuleList``);
     - attention logits (largest by head), entropy by head, rows that are masked throughout;
     - what the registered probes of the modules give (:func:`lightning_sentinel.probes.register_probe`);
-    - quantiles of the single tokens' losses, from calls of ``cross_entropy``;
+    - quantiles of the single tokens' losses, from ``cross_entropy``, ``nll_loss`` or an index into a ``log_softmax``, or from
+      the module's own ``token_losses(batch, batch_idx)`` where its loss has no logits at hand;
     - norms of gradients, weights and the update, by block and by group of the optimizer; parameters whose gradient is zero;
     - least and largest value of each kind of optimizer state, and where they lie;
     - the distance of every probed output to the largest number of its dtype, in doublings (``headroom_bits``). Where that
@@ -188,7 +193,9 @@ class DeepProbe(SentinelCallback):
                 keep_grads=at_incident,
                 micro_batches=[look.micro_batch],
                 instrument=observer.watching,
+                tokens=True,
             )
+            look.tokens, look.no_tokens = result.tokens[0] if result.tokens else None, result.no_tokens
         except ReplayUnavailableError as error:
             look.unavailable = str(error)
             return None
@@ -366,7 +373,20 @@ def _event(look: _Look, read: dict[str, dict[str, float | list[float]]]) -> dict
         "gradients_of": look.grads_of,
         "dead_gradients": {"zero": zero[:NAMED], "zero_count": len(zero), "none": look.missing[:NAMED]},
         "optimizer": state,
+        "token_losses": _token_losses(look),
         "left_out": 0 if observer is None else observer.left_out,
         "failed": {} if observer is None else dict(list(observer.failed.items())[:NAMED]),
         "unavailable": look.unavailable,
+    }
+
+
+def _token_losses(look: _Look) -> dict[str, Any]:
+    """Quantiles of the single tokens' losses, or why there are none."""
+    if look.tokens is None:
+        return {"unavailable": look.no_tokens or look.unavailable}
+    values = look.tokens.quantiles(QUANTILES)
+    return {
+        "heard": look.tokens.heard,
+        "targets": int((~look.tokens.loss.isnan()).sum()),
+        "loss_nats": {f"{q:g}": rounded(x) for q, x in zip(QUANTILES, values, strict=False)},
     }

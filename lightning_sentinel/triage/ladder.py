@@ -26,6 +26,7 @@ from . import experiments as ex
 from .nonfinite import TraceReport, ids_of, worst_micro_batches
 from .peers import Peers
 from .replay import ReplayResult, block_paths, replay
+from .tokens import hook_of
 from .window import MicroBatch, StepWindow, healthy_windows
 
 if TYPE_CHECKING:
@@ -194,7 +195,8 @@ class Ladder:
             return None
         # As many forwards on each rank: the forward of a sharded module is an exchange, too.
         chosen = choices[self.peers.rank][: min(map(len, choices))]
-        self.forwards += len(chosen)
+        asked = options.get("tokens") and not options.get("armed") and hook_of(self.module) is not None
+        self.forwards += len(chosen) * (2 if asked else 1)
         results: list[ReplayResult] = []
 
         def run() -> None:

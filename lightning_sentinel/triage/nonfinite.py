@@ -124,7 +124,15 @@ def trace_nonfinite(
     def measure() -> _Local:
         chosen = worst_micro_batches(window, context.scratch.get("live_losses") or [], max_forwards)
         result = replay(
-            trainer, module, optimizer, armed=True, anomaly=anomaly, keep_grads=True, micro_batches=chosen, watch=watch
+            trainer,
+            module,
+            optimizer,
+            armed=True,
+            anomaly=anomaly,
+            keep_grads=True,
+            micro_batches=chosen,
+            watch=watch,
+            tokens=True,
         )
         results.append(result)
         assert window is not None  # replay has refused otherwise

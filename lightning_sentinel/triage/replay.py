@@ -24,7 +24,7 @@ from ..context import context_of
 from ..state import lightning_private as _private
 from ..state.tree import local
 from .sandbox import StepReachedError, sandbox
-from .tokens import CrossEntropies, TokenLosses
+from .tokens import NOT_HEARD, CrossEntropies, TokenLosses, hook_of, told_by
 from .window import StepWindow, tensors
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ class ReplayResult:
         bitwise_equal: Losses equal to the live ones, bit for bit; None where the live ones are not known.
         grads_equal: The same for the gradients; None on several ranks, where the live ones are already reduced.
         origin: First non-finite value, if armed and if there is one.
-        tokens: Loss and entropy of the tokens of each micro-batch, where they went through a cross-entropy of torch.
+        tokens: Loss and entropy of the tokens of each micro-batch, where they were asked for and are known.
+        no_tokens: Why they are not; empty where they are, or were not asked for.
         activation_rms: Root mean square of watched modules' outputs by path.
         sums: ``(micro-batch, path, sum)`` of the watched modules' outputs in forward order, as the live flags hold them.
         micro_batches: Indices of the micro-batches that were run.
@@ -67,6 +68,7 @@ class ReplayResult:
     grads_equal: bool | None = None
     origin: Origin | None = None
     tokens: list[TokenLosses | None] = field(default_factory=list)
+    no_tokens: str = ""
     activation_rms: dict[str, float] = field(default_factory=dict)
     sums: list[tuple[int, str, float]] = field(default_factory=list)
     micro_batches: tuple[int, ...] = ()
@@ -138,6 +140,7 @@ def replay(
     inside: Callable[[Mapping[str, Call]], None] | None = None,
     calls: Sequence[str] = (),
     instrument: Callable[[LightningModule], AbstractContextManager[Any]] | None = None,
+    tokens: bool = False,
 ) -> ReplayResult:
     """Compute a step again in a sandbox.
 
@@ -162,6 +165,7 @@ def replay(
         calls: Paths of modules whose first call's arguments are caught.
         instrument: Called with the module inside the sandbox; what it returns is entered around the computation. Hooks that
             it registers are gone afterwards.
+        tokens: Listen to the losses of single tokens; unless armed, also ask the module's ``token_losses``, if it has one.
 
     Raises:
         ReplayUnavailableError: Nothing was captured, or ``training_step`` takes an iterator.
@@ -182,7 +186,7 @@ def replay(
     started = time.perf_counter()
     run = _Run(trainer, module, optimizer, window, dtype, armed, anomaly, backward, weights, watch, parameters, buffers)
     run.inside, run.caught_paths = inside, frozenset(calls)
-    run.instrument = instrument
+    run.instrument, run.listens = instrument, tokens
     result = run.execute(indices, keep_grads)
     result.micro_batches = indices
     if window is current and weights is None and dtype is None and parameters is None and buffers is None:
@@ -225,6 +229,8 @@ class _Run:
         self.micro_batch_losses: list[Tensor] = []
         self.sample_losses: list[Tensor | None] = []
         self.tokens: list[TokenLosses | None] = []
+        self.no_tokens = ""
+        self.listens = False
         self.sums: list[tuple[int, str, Tensor]] = []
         self.caught: dict[str, Call] = {}
         self.inside: Callable[[Mapping[str, Call]], None] | None = None
@@ -314,6 +320,7 @@ class _Run:
             sample_losses=self.sample_losses,
             origin=origin,
             tokens=self.tokens,
+            no_tokens="" if any(t is not None for t in self.tokens) else self.no_tokens,
             activation_rms=rms,
             sums=sums,
             inexact="; ".join(reasons),
@@ -331,12 +338,10 @@ class _Run:
             self.module.get_submodule(path).__dict__[key].set_state(state)  # the sandbox's copy
         arguments = _private.training_step_arguments(self.trainer, batch, micro.batch_idx)
         before = len(self.micro_batch_losses)
-        precision = (
-            self.trainer.precision_plugin.train_step_context() if self.dtype is None else _default_dtype(self.dtype)
-        )
-        heard = CrossEntropies()
+        precision = self._precision()
+        heard = CrossEntropies() if self.listens else None
         try:
-            with precision, heard:
+            with precision, heard or nullcontext():
                 output = self.module.training_step(*arguments)
         except StepReachedError:
             output, go_on = None, False
@@ -352,8 +357,38 @@ class _Run:
         self.raw_losses.append(torch.tensor(math.nan) if raw is None else raw)
         samples = getattr(self.module, "sample_loss_nats", None)
         self.sample_losses.append(samples.detach().float().cpu() if isinstance(samples, Tensor) else None)
-        self.tokens.append(heard.result())
+        if heard is not None:
+            self.tokens.append(self._token_losses(heard, batch, micro.batch_idx))
         return go_on
+
+    def _token_losses(self, heard: CrossEntropies, batch: Any, batch_idx: int) -> TokenLosses | None:
+        """What was heard of single tokens, or what the module itself says of them."""
+        hook = hook_of(self.module)
+        if hook is None or self.armed:
+            found = heard.result(batch)
+            if found is None:
+                self.no_tokens = (
+                    NOT_HEARD if hook is None else "not available: an armed replay does not ask token_losses"
+                )
+            return found
+        kept = [
+            (b, b.clone()) for b in self.module.buffers()
+        ]  # the sandbox's own, which the next micro-batch goes on from
+        try:
+            with torch.no_grad(), self._precision():
+                return told_by(hook(batch, batch_idx))
+        except Exception as error:  # the user's hook
+            if any(hasattr(p, "_local_tensor") for p in self.module.parameters()):
+                raise  # its forward is an exchange: the ranks must not part
+            self.no_tokens = f"not available: token_losses raised {type(error).__name__}: {error}"[:300]
+            return None
+        finally:
+            with torch.no_grad():
+                for buffer, before in kept:
+                    buffer.copy_(before)
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        return self.trainer.precision_plugin.train_step_context() if self.dtype is None else _default_dtype(self.dtype)
 
     def _watch_modules(self) -> None:
         for path, m in self.module.named_modules():

@@ -100,10 +100,11 @@ class Comparisons(Ladder):
         for index, heard in zip(main.micro_batches, main.tokens, strict=False):
             if heard is not None and bool(heard.loss.isfinite().any()):
                 top = heard.loss.nan_to_num(nan=-math.inf).topk(min(8, heard.loss.numel()))
-                quantiles = heard.loss[heard.loss.isfinite()].quantile(torch.tensor([0.5, 0.9, 0.99])).tolist()
+                quantiles = heard.quantiles([0.5, 0.9, 0.99])
                 tokens.append(
                     {
                         "micro_batch": index,
+                        "heard": heard.heard,
                         "median_p90_p99": [round(q, 6) for q in quantiles],
                         "mean_entropy": round(float(heard.entropy.nanmean()), 6),
                         "highest": [
@@ -111,9 +112,10 @@ class Comparisons(Ladder):
                         ],
                     }
                 )
+        why = main.no_tokens or "not available: no loss of a token is finite"
         if not samples and not tokens:
-            return "not known: no cross_entropy of torch was called, and training_step sets no module.sample_loss_nats"
-        return {"samples": samples, "tokens": tokens}
+            return why
+        return {"samples": samples, "tokens": tokens or why}
 
     def _manifest(self) -> Any:
         """Ids, hash, shapes and integer ranges of this rank's micro-batches; never their content."""

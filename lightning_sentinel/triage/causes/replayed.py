@@ -7,6 +7,7 @@ import math
 from ...incidents import Verdict, VerdictKind
 from ..ladder import HIGH
 from ..replay import ReplayResult
+from ..tokens import hook_of
 from .computation import Computation
 
 REPEATS = 2  # further replays that tell a one-off from a rank that wavers
@@ -17,9 +18,9 @@ class Replayed(Computation):
 
     def replay_step(self) -> Verdict | None:
         """The same step again: equal to the bit, or not."""
-        if not self.affords(1, "replay"):
+        if not self.affords(1 if hook_of(self.module) is None else 2, "replay"):
             return None
-        self.main = result = self._replay("replay", keep_grads=True)
+        self.main = result = self._replay("replay", keep_grads=True, tokens=True)
         if result is None:
             return None
         everyone = self.peers.gather((result.bitwise_equal, result.grads_equal, result.loss, self._live_loss(result)))
