@@ -31,6 +31,7 @@ class IncidentWatch:
         examined: Kinds of findings that the triage has seen.
         healthy: Losses of the healthy steps since ``last_step``, ``(step, loss over all sources, by source)``.
         before: The same for the steps before the incident.
+        told: What was journalled of it last, to tell whether there is news.
     """
 
     def __init__(self, step: int, history: Sequence[StepRecord] = ()) -> None:
@@ -42,6 +43,7 @@ class IncidentWatch:
         self.examined: set[FindingKind] = set()
         self.before = [_Point.of(r) for r in history]
         self.healthy: list[_Point] = []
+        self.told: object = None
 
     def add(self, record: StepRecord) -> None:
         """One more healthy step. Steps that another incident's rollback repeats count once."""

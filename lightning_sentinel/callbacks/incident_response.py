@@ -422,7 +422,12 @@ class IncidentResponse(SentinelCallback):
         watch.answers += choice.action is not Action.NONE
         watch.last_step = record.step
         self._act(trainer, optimizer, record, incident, watch, choice, since)
-        self._journal_incident(trainer, incident, "updated")
+        named = frozenset(c for f in incident.findings for c in f.culprits)
+        told = (frozenset(incident.kinds), named, incident.verdict, len(incident.actions))
+        # Replicas that differ are looked at again and again: the same once more, with nothing done about it, is no news.
+        if not (kinds == {FindingKind.REPLICA_DRIFT} and told == watch.told):
+            self._journal_incident(trainer, incident, "updated")
+        watch.told = told
 
     def _incident_for(self, trainer: Trainer, record: StepRecord, findings: list[Finding]) -> Incident:
         """The open incident that these findings continue, or a new one."""
@@ -693,7 +698,11 @@ class IncidentResponse(SentinelCallback):
             )
 
     def _last_words(self, record: StepRecord, incident: Incident) -> str:
-        history = "; ".join(f"step {a['step']}: {a['action']} ({a['reason']})" for a in incident.actions)
+        history = "; ".join(
+            f"step {a['step']}: {a['action']} ({a['reason']})"
+            + (f", passed over {', '.join(a['passed_over'])}" if a["passed_over"] else "")
+            for a in incident.actions
+        )
         return (
             f"training stops at step {record.step}: incident {incident.number}"
             f" ({incident.verdict.kind} {', '.join(incident.verdict.culprits) or 'no culprit'}) could not be helped."

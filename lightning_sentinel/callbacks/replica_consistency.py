@@ -73,7 +73,8 @@ class ReplicaConsistency(SentinelCallback):
         100
 
     Journalled: ``replicas.compared`` at the start (how many tensors, what is left out and why),
-    ``replicas.local_buffers`` when further buffers are left out, and the finding ``replica_drift``, an incident, with
+    ``replicas.local_buffers`` when further buffers are left out, ``replicas.agree_again`` and (at the end of the fit)
+    ``replicas.still_differ`` where replicas have differed, and the finding ``replica_drift``, an incident, with
     ``rank:<r>`` and ``parameter:<name>``, ``buffer:<name>`` or ``optimizer:<key>`` as culprits. Nothing is logged to the
     loggers.
 
@@ -92,6 +93,7 @@ class ReplicaConsistency(SentinelCallback):
         self.local_buffers: set[str] = set()
         self._fit: tuple[Trainer, LightningModule] | None = None
         self._differ = False
+        self._parted_step: int | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -196,7 +198,7 @@ class ReplicaConsistency(SentinelCallback):
         packed = torch.stack(mine).reshape(-1)
         everyone = gather_flat(packed, trainer.world_size).view(-1, len(classes), 3).cpu().tolist()
         findings = [] if _agree(everyone) else self._name(trainer, record, owned, names, table, owners)
-        self._differ = bool(findings)
+        self._note_episode(trainer, record.step, bool(findings))
         if not findings:
             self._count_changes(names, table)
             self.equal_step = record.step
@@ -204,6 +206,21 @@ class ReplicaConsistency(SentinelCallback):
             self._counters = [_counter(o) for o in trainer.optimizers]
             self._applied = self.context(trainer).applied_steps
         return findings
+
+    def _note_episode(self, trainer: Trainer, step: int, differ: bool) -> None:
+        """Where a drift begins and where it ends; what lies between is looked at, and not written again."""
+        if differ and not self._differ:
+            self._parted_step = step
+        elif self._differ and not differ:
+            self.context(trainer).write(trainer, "replicas.agree_again", seen_step=self._parted_step, agree_step=step)
+            self._parted_step = None
+        self._differ = differ
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._fit is not None and self._differ:
+            self.context(trainer).write(
+                trainer, "replicas.still_differ", seen_step=self._parted_step, equal_step=self.equal_step
+            )
 
     def _due(self, record: StepRecord) -> bool:
         if self._looked is None or self._looked[0] != record.attempt:
@@ -332,10 +349,16 @@ class ReplicaConsistency(SentinelCallback):
     # -------------------------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        return {"equal_step": self.equal_step, "differ": self._differ, "local_buffers": sorted(self.local_buffers)}
+        return {
+            "equal_step": self.equal_step,
+            "differ": self._differ,
+            "parted_step": self._parted_step,
+            "local_buffers": sorted(self.local_buffers),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.equal_step, self._differ = state_dict["equal_step"], state_dict["differ"]
+        self._parted_step = state_dict.get("parted_step")  # absent before 0.2
         self.local_buffers = set(state_dict["local_buffers"])
         self._forget()
 

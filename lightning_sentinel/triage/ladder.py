@@ -180,23 +180,27 @@ class Ladder:
     # ------------------------------------------------------------------------------------------------------- replays
 
     def _replay(self, name: str, window: StepWindow | None = None, **options: Any) -> ReplayResult | None:
-        """One replay within the budget's count; None on every rank if any rank could not."""
-        given = options.pop("micro_batches", None)
+        """One replay within the budget's count; None on every rank if any rank could not.
+
+        ``passes``: How often these micro-batches will be run, this time included.
+        """
+        given, passes = options.pop("micro_batches", None), options.pop("passes", 1)
         current = self.context.window if window is None else window
+        if options.get("tokens") and not options.get("armed") and hook_of(self.module) is not None:
+            passes += 1  # the module's token_losses may run a forward of its own
 
         def choose() -> list[int]:
             if given is not None or current is None:
                 return list(given or ())
             live = current.losses or self.context.scratch.get("live_losses") or []
-            return worst_micro_batches(current, live, max(1, self.max_forwards - self.forwards))
+            return worst_micro_batches(current, live, max(1, (self.max_forwards - self.forwards) // passes))
 
         choices = self.measured(name, choose)
         if choices is None:
             return None
         # As many forwards on each rank: the forward of a sharded module is an exchange, too.
         chosen = choices[self.peers.rank][: min(map(len, choices))]
-        asked = options.get("tokens") and not options.get("armed") and hook_of(self.module) is not None
-        self.forwards += len(chosen) * (2 if asked else 1)
+        self.forwards += len(chosen) * (2 if options.get("tokens") and hook_of(self.module) is not None else 1)
         results: list[ReplayResult] = []
 
         def run() -> None:

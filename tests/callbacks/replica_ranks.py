@@ -1,6 +1,6 @@
-"""Two processes whose replicas part, in one way after the other; each rank writes down what was found.
+"""Processes whose replicas part, in one way after the other; each rank writes down what was found.
 
-Usage: ``python replica_ranks.py FOLDER SCENARIO...``; see :data:`SCENARIOS`. Lightning starts the second rank.
+Usage: ``python replica_ranks.py FOLDER [four] SCENARIO...``; see :data:`SCENARIOS`. Lightning starts the other ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,23 @@ from lightning_sentinel import IncidentResponse, RankTelemetry, ReplicaConsisten
 from lightning_sentinel.context import context_of
 
 STEPS, HIT, EVERY = 14, 5, 4
-SCENARIOS = ("clean", "skip", "skip_recover", "frozen", "buffer", "moment", "tie", "flip", "fsdp", "hsdp", "averaged")
+SCENARIOS = (
+    "clean",
+    "skip",
+    "skip_recover",
+    "skip_observe",
+    "frozen",
+    "buffer",
+    "moment",
+    "tie",
+    "flip",
+    "fsdp",
+    "hsdp",
+    "averaged",
+)
+HEALED, LONG = 31, 42  # of the scenario that is only watched: five looks while the replicas differ
+OF_FOUR = ("tie", "moment", "two_ways")  # by what two replicas cannot tell
+GUILTY = {2: (1,), 4: (2,)}  # by number of ranks
 
 
 class Model(Net):
@@ -56,17 +72,26 @@ class Model(Net):
 
 
 class Parting(L.Callback):
-    """Does to rank 1 at step :data:`HIT` what the scenario says, once."""
+    """Does to the guilty rank at step :data:`HIT` what the scenario says, once; heals what it is told to."""
 
     def __init__(self, scenario: str) -> None:
         self.scenario, self.done = scenario, False
         self.largest = 0.0
 
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self.scenario == "skip_observe" and trainer.global_step == HEALED:
+            with torch.no_grad():
+                state = [v for s in trainer.optimizers[0].state.values() for v in s.values() if v.is_floating_point()]
+                for tensor in [*pl_module.parameters(), *state]:
+                    torch.distributed.broadcast(tensor, 0)
+
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
         if trainer.global_step != HIT or self.done:
             return
         self.done = True
-        if trainer.global_rank != 1:
+        if trainer.global_rank not in GUILTY[trainer.world_size]:
+            if self.scenario == "two_ways" and trainer.global_rank == 0:
+                pl_module.table[1] = 7.0  # another tensor, on another rank
             return
         with torch.no_grad():
             if self.scenario.startswith("skip"):
@@ -78,7 +103,7 @@ class Parting(L.Callback):
                 pl_module.table[0] = -0.0
             elif self.scenario == "moment":
                 optimizer.state[pl_module.first.weight]["exp_avg_sq"][0, 0] *= 2.0
-            elif self.scenario == "tie":
+            elif self.scenario in ("tie", "two_ways"):
                 bits = pl_module.last.weight.view(torch.int32)
                 bits[0, 3] ^= 1 << 12
             elif self.scenario in ("flip", "hsdp"):
@@ -86,7 +111,7 @@ class Parting(L.Callback):
                 weight[0, 3] += 2.0
 
 
-def fit(scenario: str, folder: Path) -> None:
+def fit(scenario: str, folder: Path, devices: int = 2) -> None:
     torch.manual_seed(0)
     sharding = scenario if scenario in ("fsdp", "hsdp") else ""
     strategy: Any = DDPStrategy(process_group_backend="gloo", broadcast_buffers=False)
@@ -96,10 +121,12 @@ def fit(scenario: str, folder: Path) -> None:
     callbacks: list[L.Callback] = [parting, watch, RankTelemetry()]
     if scenario.endswith("recover") or scenario == "flip":
         callbacks += [IncidentResponse(mode="recover", probation_steps=4), Rollback(every_n_steps=4)]
+    if scenario.endswith("observe"):
+        callbacks += [IncidentResponse(probation_steps=6)]
     trainer, sink = make_trainer(
         callbacks,
-        max_steps=STEPS,
-        devices=2,
+        max_steps=LONG if scenario.endswith("observe") else STEPS,
+        devices=devices,
         strategy=strategy,
         use_distributed_sampler=False,
     )
@@ -108,14 +135,17 @@ def fit(scenario: str, folder: Path) -> None:
     module = Model(sharding)
     trainer.fit(module, Loader(seed=trainer.global_rank))
     vector = torch.cat([getattr(p, "_local_tensor", p).detach().reshape(-1) for p in module.parameters()])
-    others = [torch.zeros_like(vector) for _ in range(2)]
+    others = [torch.zeros_like(vector) for _ in range(devices)]
     torch.distributed.all_gather(others, vector)
     result = {
         "findings": [e["finding"] for e in sink.named("finding")],
         "incidents": [i.to_dict() for i in context_of(trainer).incidents],
         "compared": sink.named("replicas.compared"),
         "local": sink.named("replicas.local_buffers"),
-        "apart": float((others[0] - others[1]).abs().max()),
+        "apart": max(float((others[0] - o).abs().max()) for o in others),
+        "told": [e["event"] for e in sink.events if e["event"].startswith("incident.")],
+        "agree": sink.named("replicas.agree_again"),
+        "still": sink.named("replicas.still_differ"),
         "norms": [float(o.norm()) for o in others],
         "hit": parting.done,
         "state": watch.state_dict(),
@@ -128,8 +158,9 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    for scenario in sys.argv[2:]:
-        fit(scenario, Path(sys.argv[1]))
+    four = sys.argv[2] == "four"
+    for scenario in sys.argv[3 if four else 2 :]:
+        fit(scenario, Path(sys.argv[1]), 4 if four else 2)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from lightning_sentinel import IncidentResponse, NonFiniteTracer, RankTelemetry,
 from lightning_sentinel.callbacks.incident_response import EXIT_CODE_STOPPED, TrainingStopped
 from lightning_sentinel.context import context_of
 from lightning_sentinel.incidents import Finding, FindingKind
+from lightning_sentinel.journal import read_journal
 from lightning_sentinel.record import StepRecord
 
 NAN = math.nan
@@ -161,6 +165,69 @@ def test_a_run_that_cannot_be_helped_stops_visibly_with_its_exit_code(caplog: py
     assert "incident 1 (numerics" in words
     assert words.index("skip_step") < words.index("rollback_skip") or "rollback_skip" not in words
     assert all(torch.isfinite(p).all() for p in module.parameters())
+
+
+LADDER = [
+    ("skip_step", None),
+    ("retry_step", None),
+    ("rollback_replay", None),
+    ("rollback_skip", None),
+    ("reduce_lr", None),
+    ("restore_optimizer", None),
+    ("lower_loss_scale", 2.0**10),
+]
+
+
+@pytest.mark.parametrize(("action", "scale"), LADDER, ids=[a for a, _ in LADDER])
+def test_every_action_has_a_budget_and_a_spent_one_ends_the_run_with_the_history(
+    action: str, scale: float | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = net(gains=dict.fromkeys(range(30, 200), NAN))
+    case = "numerics/step" if scale is None else "numerics/scale"
+    response = suite(mode="recover", ladders={case: [*[action] * 9, "stop"]}, budgets={action: 2})
+    plugins = (
+        [] if scale is None else [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))]
+    )
+    with pytest.raises(TrainingStopped) as stopped:
+        fit(module, response, max_steps=200, plugins=plugins)
+    assert stopped.value.code == EXIT_CODE_STOPPED
+    words = str(stopped.value)
+    told = [
+        f"{action} ({case}, answer 1)",
+        f"{action} ({case}, answer 2)",
+        f"stop ({case}, answer 3), passed over {action}:",
+    ]
+    assert [words.count(t) for t in told] == [1, 1, 1]
+    assert sorted(told, key=words.index) == told
+    assert f"{action}: budget of 2 in 1000 steps is spent" in words
+    assert words.endswith("Exit code 77.")
+    # The last lines that a person sees of the run.
+    assert words in [r.getMessage() for r in caplog.records if r.levelname == "ERROR"][-1]
+    assert all(torch.isfinite(p).all() for p in module.parameters())
+
+
+def test_the_launcher_sees_the_exit_code_and_the_last_lines_tell_the_ladder_s_history(tmp_path: Path) -> None:
+    program = """
+import sys, math, torch
+from sentinel_kit import Loader, Net, make_trainer
+from lightning_sentinel import default_callbacks
+torch.manual_seed(1)
+trainer, _ = make_trainer(default_callbacks(sys.argv[1], "recover"), max_steps=200)
+trainer.fit(Net(gains=dict.fromkeys(range(30, 200), math.nan)), Loader())
+print("never reached")
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", program, str(tmp_path / "run")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == EXIT_CODE_STOPPED == 77, done.stderr[-2000:]
+    assert "never reached" not in done.stdout
+    [last] = [line for line in done.stderr.splitlines()[-3:] if "training stops at step" in line]
+    assert "Tried: step 30: skip_step (numerics/step, answer 1); step 31: skip_step (numerics/step, answer 2)" in last
+    assert "rollback_skip" in last
+    assert "stop (numerics/step, answer 5)" in last
+    assert "Exit code 77." in last
+    ended = [e for e in read_journal(tmp_path / "run") if e["event"] == "run.ended"]
+    assert [e["status"] for e in ended] == ["stopped"]
 
 
 def test_stop_without_raising() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replica_ranks import EVERY, HIT, SCENARIOS
+from replica_ranks import EVERY, HEALED, HIT, OF_FOUR, SCENARIOS
 from sentinel_kit import Loader, Net, make_trainer, run_ranks
 
 from lightning_sentinel import RankTelemetry, ReplicaConsistency
@@ -149,7 +149,7 @@ def test_healthy_replicas_are_compared_without_a_word(ranks: Any) -> None:
     result = ranks["clean"][0]
     assert result["findings"] == []
     assert result["apart"] == 0.0
-    assert result["state"] == {"equal_step": 12, "differ": False, "local_buffers": ["seen"]}
+    assert result["state"] == {"equal_step": 12, "differ": False, "parted_step": None, "local_buffers": ["seen"]}
     (compared,) = result["compared"]
     assert compared["reason"] is None
     assert compared["left_out"] == ["norm.running_mean", "norm.running_var"]  # BatchNorm's, of this rank's data
@@ -179,6 +179,54 @@ def test_and_with_the_response_all_ranks_go_back_to_where_they_were_equal(ranks:
     assert incident["verdict"]["culprits"] == ["rank:1", "parameter:first.weight"]
     assert [(a["action"], a["to_step"]) for a in incident["actions"]] == [("rollback_replay", EVERY)]
     assert result["apart"] == 0.0
+
+
+@pytest.mark.distributed
+def test_a_drift_that_is_only_watched_is_told_once_and_at_its_end(ranks: Any) -> None:
+    result = ranks["skip_observe"][0]
+    (incident,) = result["incidents"]
+    looks = [f["step"] for f in incident["findings"]]
+    assert looks[0] == FIRST_LOOK
+    assert len(looks) >= 5  # it went on looking
+    assert result["told"] == ["incident.opened", "incident.updated", "incident.closed"]
+    (agree,) = result["agree"]
+    assert agree["seen_step"] == FIRST_LOOK
+    assert HEALED <= agree["agree_step"] < HEALED + 4
+    assert incident["closed_step"] >= agree["agree_step"]
+    assert result["still"] == []
+    assert [e["seen_step"] for e in ranks["skip"][0]["still"]] == [FIRST_LOOK]  # nobody healed that one
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("four")
+    run_ranks(SCRIPT, folder, "four", *OF_FOUR)
+    return {s: [json.loads((folder / f"{s}-{r}.json").read_text()) for r in range(4)] for s in OF_FOUR}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("scenario", "ranks_named", "tensors"),
+    [("tie", [2], ["parameter:last.weight"]), ("two_ways", [0, 2], ["parameter:last.weight", "buffer:table"])],
+)
+def test_of_four_replicas_the_majority_names_the_one_that_drifted(
+    scenario: str, ranks_named: list[int], tensors: list[str], four_ranks: Any
+) -> None:
+    everyone = four_ranks[scenario]
+    assert all(r["findings"] == everyone[0]["findings"] for r in everyone)
+    found = only(everyone[0])
+    assert found["ranks"] == ranks_named
+    assert found["culprits"] == [*(f"rank:{r}" for r in ranks_named), tensors[0]]
+    assert found["evidence"]["tensors"] == tensors
+    assert found["evidence"]["decided_by"] == "majority"
+    assert "The other replicas agree to the bit." in found["message"]
+
+
+@pytest.mark.distributed
+def test_of_four_replicas_a_moment_is_enough(four_ranks: Any) -> None:
+    found = only(four_ranks["moment"][0])
+    assert (found["ranks"], found["evidence"]["decided_by"]) == ([2], "majority")
+    assert found["culprits"] == ["rank:2", "parameter:first.weight"]  # the moment has moved the weight by now
 
 
 @pytest.mark.distributed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 import torch
 from sentinel_kit import Sink, make_trainer
 from triage_matrix.fault import Case
-from triage_matrix.faults import FAULTS, Fp16Overflow, NoWarmup, TransientNan
+from triage_matrix.faults import FAULTS, Fp16Overflow, NoWarmup, OutOfRangeToken, TransientNan
 from triage_matrix.run import suite
 
 from lightning_sentinel import IncidentResponse
@@ -46,7 +46,14 @@ class Run:
     actions: list[str] = field(default_factory=list)
 
 
-def go(name: str, strikes: bool = True, steps: int = STEPS, case: Case | None = None, **options: Any) -> Run:
+def go(
+    name: str,
+    strikes: bool = True,
+    steps: int = STEPS,
+    case: Case | None = None,
+    more: Sequence[L.Callback] = (),
+    **options: Any,
+) -> Run:
     case = case or FAULTS[name](0, 1)
     L.seed_everything(0, verbose=False)
     world, stream = case.world(), case.loader()
@@ -55,7 +62,7 @@ def go(name: str, strikes: bool = True, steps: int = STEPS, case: Case | None = 
     response = IncidentResponse(mode="recover", probation_steps=8, **options)
     callbacks = [response if isinstance(c, IncidentResponse) else c for c in suite()]
     clip = None if case.fp16 else 1.0
-    trainer, sink = make_trainer([case, *callbacks], max_steps=steps, gradient_clip_val=clip, **case.options())
+    trainer, sink = make_trainer([case, *callbacks, *more], max_steps=steps, gradient_clip_val=clip, **case.options())
     words, code = "", None
     try:
         trainer.fit(world, stream)
@@ -136,15 +143,61 @@ def test_a_source_that_has_changed_is_left_out() -> None:
     assert distance(run, clean("corrupt_batch"))[1] < 0.15
 
 
+class StretchTooHigh(NoWarmup):
+    """The plan has a stretch of twelve steps at a rate that is far too high, and is as it was after it."""
+
+    at = 40
+
+    def world(self) -> Any:
+        world = super().world()
+        world.share = self.share
+        return world
+
+    def share(self, step: int) -> float:
+        return 1.0 if self.at <= step < self.at + 12 else 1e-5
+
+
+class Rates(L.Callback):
+    """The rate that each step was taken with, by step; of a step that was taken again the newest."""
+
+    def __init__(self) -> None:
+        self.used: dict[int, float] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        def note(optimizer: Any, *_: Any) -> None:
+            self.used[trainer.global_step] = optimizer.param_groups[0]["lr"]
+
+        trainer.optimizers[0].register_step_pre_hook(note)
+
+
 def test_a_rate_that_the_plan_has_too_high_is_made_smaller_for_a_while() -> None:
-    # Going back alone meets the same plan again. With the smaller rate in force it helps.
-    late = NoWarmup(0, 1)
-    late.at = 40
-    run = go("no_warmup", case=late, lr_factor=0.02, lr_steps=60)
-    assert_back(run, clean("no_warmup"), ["rollback_replay", "reduce_lr", "rollback_replay"])
+    # Going back alone meets the same plan again. With the smaller rate in force it helps, and the plan comes back.
+    fault, rates = StretchTooHigh(0, 1), Rates()
+    run = go("stretch", case=fault, steps=90, more=[rates], lr_factor=0.02, lr_steps=20)
+    unhurt = go("stretch", case=StretchTooHigh(0, 1), strikes=False, steps=90)
+    assert_back(run, unhurt, ["rollback_replay", "reduce_lr", "rollback_replay"])
     assert run.incidents[0].verdict.culprits == ("optimizer:lr",)
-    [started] = run.sink.named("experiment.started")
-    assert (started["kind"], started["factor"], started["until"] - started["from"]) == ("reduce_lr", 0.02, 61)
+    [started], [ended] = run.sink.named("experiment.started"), run.sink.named("experiment.ended")
+    assert (started["kind"], started["factor"], started["until"] - started["from"]) == ("reduce_lr", 0.02, 21)
+    assert ended["until"] == started["until"] < 80
+    back = run.incidents[0].actions[-1]["to_step"]
+    planned = {step: fault.peak * fault.share(step) for step in rates.used}
+    reduced = {s: rates.used[s] / planned[s] for s in range(back, started["until"])}
+    assert reduced == pytest.approx(dict.fromkeys(reduced, 0.02), rel=1e-9)
+    assert any(planned[s] == fault.peak for s in reduced)  # the damaged steps were taken again, at the lower rate
+    later = range(started["until"], 90)
+    assert [rates.used[s] for s in later] == pytest.approx([planned[s] for s in later], rel=1e-12)
+
+
+def test_a_quarantine_has_a_budget() -> None:
+    spoilt = OutOfRangeToken(0, 1)
+    spoilt.duration = None  # type: ignore[misc]
+    ladders = {"data/neutralised": ["quarantine", "quarantine", "stop"]}
+    run = go("spoilt", case=spoilt, ladders=ladders, budgets={"quarantine": 2})
+    assert run.exit_code == EXIT_CODE_STOPPED
+    assert run.actions == ["quarantine", "quarantine", "stop"]
+    assert "passed over quarantine: budget of 2 in 1000 steps is spent" in run.last_words
+    assert len(run.excluded) == 2
 
 
 class MomentsAndForward(TransientNan):

@@ -324,7 +324,7 @@ class Computation(Ladder):
         """Slope of this rank's loss along its own gradient, both in float64; None on every rank where it is not to be had."""
         if any(hasattr(p, "_local_tensor") for p in self.module.parameters()) or not self.affords(3, name):
             return None
-        there = self._replay(name, dtype=torch.float64, keep_grads=True)
+        there = self._replay(name, dtype=torch.float64, keep_grads=True, passes=3)
         if there is None:
             return None
         main, grads = self.main, there.grads or {}
