@@ -42,6 +42,7 @@ def summary(outcomes: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "wrong": counts["wrong"],
         "undetermined": counts["undetermined"] + counts["missed"],
         "missed": counts["missed"],
+        "unlisted": sum(bool(o["unlisted"]) for o in outcomes),
         "confusion": confusion,
         "outcomes": list(outcomes),
     }
@@ -71,6 +72,9 @@ def table(found: dict[str, Any]) -> str:
         f"{found['cases']} cases of {found['faults']} faults: right {found['right']} ({share['right']:.1f} %), wrong"
         f" {found['wrong']} ({share['wrong']:.1f} %), undetermined {found['undetermined']} ({share['undetermined']:.1f} %)"
         f" of which {found['missed']} had no incident"
+    )
+    lines.append(
+        f"cases with a verdict that leaves out one of the five comparisons without a reason: {found['unlisted']}"
     )
     return "\n".join(lines)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -32,6 +33,8 @@ class Outcome:
     Attributes:
         outcome: ``right``, ``wrong`` (a cause or culprit was named that is not it), ``undetermined`` or ``missed``
             (nothing was found; counts as undetermined).
+        unlisted: Of the five comparisons that each verdict has to list, those that one lists neither with values nor with
+            the reason why it has none.
     """
 
     name: str
@@ -46,6 +49,7 @@ class Outcome:
     experiments: list[str] = field(default_factory=list)
     findings: list[str] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
+    unlisted: list[str] = field(default_factory=list)
     fired: int = 0
     seconds: float = 0.0
 
@@ -161,7 +165,24 @@ def judge(case: Case, named: set[str], incidents: list[Incident], verdicts: list
         experiments=[f"{e.name}: {e.result}" for e in chosen.verdict.experiments] if chosen else [],
         findings=[f"{f.kind}@{f.step}" for i in incidents for f in i.findings],
         steps=[i.opened_step for i in incidents],
+        unlisted=sorted({name for v in verdicts for name in unlisted(v)}),
     )
+
+
+COMPARISONS = ("token_level_losses", "rank_values", "gradient_norms", "activation_norms", "input_manifest")
+
+
+def unlisted(verdict: Mapping[str, Any]) -> list[str]:
+    """Comparisons that a verdict lists neither with values nor with a reason; a reason is a sentence."""
+    listed = verdict["evidence"].get("comparisons", {})
+    return [
+        name
+        for name in COMPARISONS
+        if not (isinstance(listed.get(name), dict | list) and listed[name])
+        and not (
+            isinstance(listed.get(name), str) and listed[name].startswith("not ") and len(listed[name].split()) > 3
+        )
+    ]
 
 
 def grade(expected: str, named: set[str], kind: str, culprits: list[str], instead: set[str] | None = None) -> str:

@@ -29,7 +29,7 @@ SCENARIOS = (
     "clean",
     "skip",
     "skip_recover",
-    "skip_observe",
+    "tie_observe",
     "frozen",
     "buffer",
     "moment",
@@ -79,7 +79,7 @@ class Parting(L.Callback):
         self.largest = 0.0
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self.scenario == "skip_observe" and trainer.global_step == HEALED:
+        if self.scenario == "tie_observe" and trainer.global_step == HEALED:
             with torch.no_grad():
                 state = [v for s in trainer.optimizers[0].state.values() for v in s.values() if v.is_floating_point()]
                 for tensor in [*pl_module.parameters(), *state]:
@@ -103,7 +103,7 @@ class Parting(L.Callback):
                 pl_module.table[0] = -0.0
             elif self.scenario == "moment":
                 optimizer.state[pl_module.first.weight]["exp_avg_sq"][0, 0] *= 2.0
-            elif self.scenario in ("tie", "two_ways"):
+            elif self.scenario in ("tie", "two_ways", "tie_observe"):
                 bits = pl_module.last.weight.view(torch.int32)
                 bits[0, 3] ^= 1 << 12
             elif self.scenario in ("flip", "hsdp"):

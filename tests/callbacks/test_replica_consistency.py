@@ -183,7 +183,7 @@ def test_and_with_the_response_all_ranks_go_back_to_where_they_were_equal(ranks:
 
 @pytest.mark.distributed
 def test_a_drift_that_is_only_watched_is_told_once_and_at_its_end(ranks: Any) -> None:
-    result = ranks["skip_observe"][0]
+    result = ranks["tie_observe"][0]
     (incident,) = result["incidents"]
     looks = [f["step"] for f in incident["findings"]]
     assert looks[0] == FIRST_LOOK

@@ -192,7 +192,7 @@ def test_a_rate_that_the_plan_has_too_high_is_made_smaller_for_a_while() -> None
 def test_a_quarantine_has_a_budget() -> None:
     spoilt = OutOfRangeToken(0, 1)
     spoilt.duration = None  # type: ignore[misc]
-    ladders = {"data/neutralised": ["quarantine", "quarantine", "stop"]}
+    ladders = {"data/neutralised": ["quarantine", "quarantine", "quarantine", "stop"]}
     run = go("spoilt", case=spoilt, ladders=ladders, budgets={"quarantine": 2})
     assert run.exit_code == EXIT_CODE_STOPPED
     assert run.actions == ["quarantine", "quarantine", "stop"]

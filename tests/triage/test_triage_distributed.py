@@ -113,3 +113,28 @@ def test_an_overflow_names_the_ranks_where_they_can_be_known(tmp_path: Path) -> 
         # Rank 1's alone, but the reduction has spread it: both ranks hold it, and neither can tell.
         assert (of_gradient["step"], of_gradient["rank"], of_gradient["nonfinite_ranks"]) == (4, rank, None)
         assert of_gradient["parameters"] == ["layer.weight"]
+
+
+def test_where_one_rank_fails_all_go_on_alike(tmp_path: Path) -> None:
+    _run(SCRIPT.with_name("triage_one_fails.py"), tmp_path)
+    first, second = (json.loads((tmp_path / f"one-{rank}.json").read_text()) for rank in range(2))
+    assert first.keys() == second.keys()
+    assert len(first) == 11
+    reasons = {}
+    for name, mine in first.items():
+        assert mine == second[name], name
+        assert mine["met"] == [name, name]
+        reasons[name] = [e["detail"]["reason"] for e in mine["experiments"] if e["result"] == "not available"]
+    no_room = "rank 1: NoRoomError: no room"
+    for name in ("size of the update", "stride", "parts that moved", "finite difference", "another rank's batch"):
+        assert reasons[name] == [no_room], name
+    assert reasons["parts that no optimizer moves"] == [no_room]
+    assert reasons["first module that has parted"] == [
+        "rank 1: TypeError: can't multiply sequence by non-int of type 'float'"
+    ]
+    assert first["fidelity"]["answer"] == f"['{no_room}']"
+    assert first["the reduction again"]["answer"] == "None"
+    worst = first["token losses"]["answer"]["rank_values"]["worst_rank"]
+    for name, comparison in (("token losses", "token_level_losses"), ("input manifest", "input_manifest")):
+        told = first[name]["answer"][comparison]
+        assert (told == "not available: NoRoomError: no room") is (worst == 1)

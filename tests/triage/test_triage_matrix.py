@@ -36,6 +36,7 @@ def test_the_verdict_and_the_culprit_are_right(name: str) -> None:
     outcome = run_case(name, SEED)
     assert outcome.fired > 0 or name in ("mixture_shift", "cursor_rewind")  # those are in the loader
     assert outcome.outcome == "right", outcome
+    assert outcome.unlisted == []
 
 
 @pytest.mark.slow
@@ -43,6 +44,7 @@ def test_the_verdict_and_the_culprit_are_right(name: str) -> None:
 def test_the_rank_at_fault_is_named(tmp_path: Path) -> None:
     outcomes = run_together([(name, SEED) for name in OF_A_RANK], tmp_path / "outcomes.jsonl", timeout=280)
     assert {o["name"]: o["outcome"] for o in outcomes} == dict.fromkeys(OF_A_RANK, "right")
+    assert {o["name"]: o["unlisted"] for o in outcomes} == {name: [] for name in OF_A_RANK}
     of_reduction = outcomes[-1]["sentence"]
     assert "Every rank's own gradient is finite; their reduction in float16 is not" in of_reduction
 

@@ -121,7 +121,7 @@ class Comparisons(Ladder):
         """Ids, hash, shapes and integer ranges of this rank's micro-batches; never their content."""
         window = self.context.window
         if window is None or not window.micro_batches:
-            return "not captured"
+            return "not available: the step was not captured"
         from ...data.identity import batch_hash
 
         return [
