@@ -10,6 +10,7 @@ import random
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -85,6 +86,9 @@ INSTANCE_NAMES: tuple[tuple[str, str], ...] = (
     ("fit_loop._resuming_from_checkpoint", "2.6.6"),
     ("fit_loop.epoch_progress", "2.6.6"),
     ("fit_loop.epoch_loop.batch_progress", "2.6.6"),
+    ("fit_loop.epoch_progress.current.completed", "2.6.6"),
+    ("fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed", "2.6.6"),
+    ("fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.completed", "2.6.6"),
     ("fit_loop.epoch_loop._results", "2.6.6"),
     ("fit_loop.epoch_loop._batches_that_stepped", "2.6.6"),
     ("fit_loop.epoch_loop._skip_next_val", "2.6.6"),
@@ -149,6 +153,22 @@ def in_batch(trainer: Trainer) -> bool:
     """True between the start of a batch and the end of its ``on_train_batch_end`` hooks."""
     current = trainer.fit_loop.epoch_loop.batch_progress.current
     return bool(current.ready > current.completed)
+
+
+@contextmanager
+def at_step(trainer: Trainer, step: int, epoch: int) -> Iterator[None]:
+    """Inside, ``trainer.global_step`` and ``trainer.current_epoch`` are those of another step; nothing else moves."""
+    loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
+    if trainer.lightning_module.automatic_optimization:
+        steps = loop.automatic_optimization.optim_progress.optimizer.step.total
+    else:
+        steps = loop.manual_optimization.optim_step_progress.total
+    before = steps.completed, epochs.completed
+    steps.completed, epochs.completed = step, epoch
+    try:
+        yield
+    finally:
+        steps.completed, epochs.completed = before
 
 
 def window_open(trainer: Trainer) -> bool:

@@ -279,6 +279,9 @@ class _Run:
                     scopes=scopes,
                 )
             )
+            epoch = self.trainer.current_epoch if self.window.epoch is None else self.window.epoch
+            # A loss with a schedule of its own (a coefficient that rises) is that of its step.
+            stack.enter_context(_private.at_step(self.trainer, self.window.step, epoch))
             self._watch_modules()
             if self.instrument is not None:
                 stack.enter_context(self.instrument(self.module))

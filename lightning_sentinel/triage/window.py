@@ -116,6 +116,7 @@ class StepWindow:
             CPU as a number); a sum that is not finite marks an output that is not finite.
         losses: Live losses of the micro-batches, set when the window has passed the gate as healthy.
         sample_losses: Losses of the samples by micro-batch, ``[batch]`` nats each, where ``training_step`` left them.
+        epoch: ``trainer.current_epoch`` there; None where it is not known.
     """
 
     step: int
@@ -126,6 +127,7 @@ class StepWindow:
     boundary_flags: list[tuple[int, str, Tensor | float]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     sample_losses: list[Tensor] = field(default_factory=list)
+    epoch: int | None = None
 
     @property
     def sample_ids(self) -> tuple[str, ...]:
@@ -250,7 +252,9 @@ class StepCapture:
             previous, self._previous = self._previous, previous
         if previous is not None and previous is not context.healthy_window:
             self._free.append(previous.buffers)
-        window = StepWindow(trainer.global_step, context.attempt, scale=_private.scale_of(trainer))
+        window = StepWindow(
+            trainer.global_step, context.attempt, scale=_private.scale_of(trainer), epoch=trainer.current_epoch
+        )
         window.buffers = self._copy_buffers(module)
         context.window = window
         return window
