@@ -306,6 +306,10 @@ def _run_facts(
             "precision_plugin": type(trainer.precision_plugin).__name__,
             "max_steps": trainer.max_steps,
             "max_epochs": trainer.max_epochs,
+            "gradient_clip_val": trainer.gradient_clip_val,
+            "gradient_clip_algorithm": None
+            if trainer.gradient_clip_algorithm is None
+            else str(getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm)),
             "device": str(device),
         },
         "numerics": {

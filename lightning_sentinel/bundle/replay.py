@@ -37,6 +37,7 @@ from .fetch import FetchError, fetch_batch
 from .reading import Bundle, BundleError
 from .rebuild import code_from, rebuild
 from .session import in_session, load_weights, place
+from .update import UpdateCheck, checkpoint_of, update_of
 
 AS_RUN = "as in the run"
 # Another device, another version or another number of threads sums in another order: 32 bits agree to about 1e-6 of the
@@ -119,6 +120,7 @@ class ReplayReport:
         ranks: By rank.
         module: What one module gave alone, if asked for.
         reduction: Gradient norm of the mean over ranks against the recorded one, where all ranks could be replayed.
+        update: The update that the step makes, if asked for.
         notes: What could not be as it was: older weights, other versions, other devices.
         seconds: Wall time.
     """
@@ -132,6 +134,7 @@ class ReplayReport:
     ranks: list[RankReplay]
     module: ModuleCheck | None = None
     reduction: dict[str, Any] | None = None
+    update: UpdateCheck | None = None
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -156,6 +159,7 @@ def replay_incident(
     app_dirs: Sequence[str | Path] | None = None,
     sample_id_fn: SampleIdFn | None = None,
     drill: bool = True,
+    update: bool = False,
     progress: Tick | None = None,
 ) -> ReplayReport:
     """Compute the step of an incident again from its bundle, on one device, whatever the run had.
@@ -176,6 +180,7 @@ def replay_incident(
         app_dirs: Folders that the application's modules are imported from; None takes the recorded ones.
         sample_id_fn: ``batch -> ids``, where the run named its samples by one.
         drill: Where the recorded configuration injects faults, inject them into the replay too.
+        update: Also make the step's update, by the optimizer state of the checkpoint that the bundle refers to.
         progress: Called with what is being done and how many micro-batches are planned (0 for one that is done).
 
     Returns:
@@ -200,7 +205,7 @@ def replay_incident(
             model, made = rebuild(bundle.run["config"], rebuild_with)
             datamodule = datamodule or made
         faults = Drill.recorded(bundle.run["config"]) if drill else Drill([])
-        work = _Work(bundle, chosen, dtype, module, sample_id_fn, faults, tick)
+        work = _Work(bundle, chosen, dtype, module, sample_id_fn, faults, update, tick)
         report: ReplayReport = in_session(bundle, model, datamodule, device, work)
     report.seconds = round(time.monotonic() - started, 3)
     return report
@@ -226,8 +231,10 @@ class _Work:
         module: str | None,
         sample_id_fn: SampleIdFn | None,
         drill: Drill,
+        update: bool,
         tick: Tick,
     ) -> None:
+        self.update = update
         self.bundle, self.ranks, self.dtype, self.path = bundle, ranks, dtype, module
         self.sample_id_fn, self.drill, self.tick = sample_id_fn, drill, tick
         self.notes: list[str] = []
@@ -249,7 +256,13 @@ class _Work:
             found = [self._rank(trainer, module, rank) for rank in self.ranks]
         finally:
             self.drill.uninstall()
-        return self._report(found)
+        report = self._report(found)
+        if self.update:
+            self.tick("the update", 0)
+            load_weights(module, self._weights(self.ranks[0]))
+            report.update = update_of(trainer, module, self._optimizer(trainer), self.bundle, self._gradient())
+            report.sentence = f"{report.sentence} {report.update.sentence}"
+        return report
 
     # --------------------------------------------------------------------------------------------------- one rank
 
@@ -286,7 +299,7 @@ class _Work:
         self, trainer: Trainer, module: LightningModule, window: StepWindow, dtype: str | None, armed: bool = False
     ) -> tuple[Computed, ReplayResult | None]:
         begun = time.monotonic()
-        several = self.bundle.world_size > 1 and dtype is None
+        keep = (self.bundle.world_size > 1 or self.update) and dtype is None
         try:
             with self._ticking(module):
                 result = replay(
@@ -296,7 +309,7 @@ class _Work:
                     window,
                     dtype=None if dtype is None else DTYPES[dtype],
                     armed=armed,
-                    keep_grads=several,
+                    keep_grads=keep,
                 )
         except Exception as error:  # what the user's training_step does with such a batch is a result, too
             text = f"{type(error).__name__}: {error}".strip()
@@ -358,7 +371,7 @@ class _Work:
 
     def _accumulate(self, result: ReplayResult | None) -> None:
         """Keep the sum of the ranks' gradients, which the collective should have given."""
-        if self.mean_gradient is None or self.bundle.world_size == 1:
+        if self.mean_gradient is None or (self.bundle.world_size == 1 and not self.update):
             return
         if result is None or result.grads is None or not result.finite:
             self.mean_gradient = None
@@ -555,7 +568,15 @@ class _Work:
         }[row.outcome]
         return " ".join(part for part in (f"{how}.", _in_wider(row), _carried(row)) if part)
 
+    def _gradient(self) -> dict[str, Tensor] | None:
+        """Mean over the ranks of their gradients; None where one is missing or not finite."""
+        if not self.mean_gradient or self.ranks != list(range(self.bundle.world_size)):
+            return None
+        return {n: g / self.bundle.world_size for n, g in self.mean_gradient.items()}
+
     def _reduction(self) -> dict[str, Any] | None:
+        if self.bundle.world_size == 1:
+            return None
         if not self.mean_gradient or self.ranks != list(range(self.bundle.world_size)) or not self.exact_state:
             return None
         squares = sum(float((g / self.bundle.world_size).square().sum()) for g in self.mean_gradient.values())
@@ -624,23 +645,16 @@ def bits_of(value: float) -> str:
 def _from_checkpoint(bundle: Bundle, reference: dict[str, Any]) -> dict[str, Tensor]:
     """Parameters of the checkpoint that the bundle names, if it is still the same one."""
     from ..checkpoint.contents import MODEL
-    from ..checkpoint.store import CheckpointError, CheckpointStore
+    from ..checkpoint.store import CheckpointError
 
-    named = Path(reference["path"])
-    path = next((p for p in (named, bundle.path.parents[1] / "checkpoints" / named.name) if p.is_dir()), None)
-    if path is None:
-        raise BundleError(
-            f"{bundle.path} holds no weights and refers to {named}, which is gone. Let IncidentResponse write them"
-            " (capture_state=True), or keep the checkpoint."
-        )
-    store = CheckpointStore(path.parent)
     try:
-        checkpoint = store.read(path)
-        if checkpoint.sha256 != reference["sha256"]:
-            raise BundleError(f"{path} is not the checkpoint that the bundle refers to: its manifest has another hash.")
+        checkpoint, store = checkpoint_of(bundle, reference)
         found: dict[str, Tensor] = store.load_torch(checkpoint, MODEL)
-    except CheckpointError as error:
-        raise BundleError(f"{path}: {error}") from None
+    except (BundleError, CheckpointError) as error:
+        raise BundleError(
+            f"{bundle.path} holds no weights and refers to {reference['path']}: {error}. Let IncidentResponse write them"
+            " (capture_state=True), or keep the checkpoint."
+        ) from None
     return found
 
 

@@ -30,6 +30,11 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--device", default="cpu", help="where, as torch names it (default: cpu)")
     parser.add_argument("--module", metavar="PATH", help="also compute this module alone, from its captured inputs")
+    parser.add_argument(
+        "--update",
+        action="store_true",
+        help="also compute the step's update, by the optimizer state of the checkpoint that the bundle refers to",
+    )
     parser.add_argument("--rank", type=int, action="append", metavar="R", help="only this rank; may be repeated")
     parser.add_argument(
         "--rebuild",
@@ -66,6 +71,7 @@ def run(options: argparse.Namespace) -> int:
             rebuild_with=options.rebuild,
             app_dirs=options.app_dir,
             drill=not options.no_faults,
+            update=options.update,
             progress=tick,
         )
     if options.json:

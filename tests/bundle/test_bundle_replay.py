@@ -211,6 +211,63 @@ def test_without_weights_the_checkpoint_that_is_named_stands_in(tmp_path: Path) 
         lightning_sentinel.replay_incident(tmp_path, 2, Net())
 
 
+class Moved(L.Callback):
+    """By how much of its size each parameter moved in step 4, in the run."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, float] = {}
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if trainer.global_step == 4:
+            self.before = {n: p.detach().clone() for n, p in pl_module.named_parameters()}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 5 and not self.sizes:
+            for name, p in pl_module.named_parameters():
+                moved, size = p.detach().double() - self.before[name].double(), self.before[name].double()
+                self.sizes[name] = float(moved.square().mean().sqrt() / size.square().mean().sqrt())
+
+
+def test_the_update_of_the_step_is_that_of_the_run(tmp_path: Path) -> None:
+    class Patient(L.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            deadline = time.monotonic() + 120
+            while trainer.global_step == 4 and not list((tmp_path / "checkpoints").glob("step-*")):
+                assert time.monotonic() < deadline, "the checkpoint of step 4 was not published"
+                time.sleep(0.01)
+
+    moved = Moved()
+    callbacks = suite(tmp_path, 4, 7, capture_batch=True, probation_steps=2)
+    keeper = lightning_sentinel.ForensicCheckpoint(every_n_steps=4, keep=5)
+    fit([Patient(), moved, *callbacks, keeper], data=Data(Samples(broken=False)), gradient_clip_val=0.5)
+    replayed = lightning_sentinel.replay_incident(tmp_path, 1, Net(), update=True)
+    assert replayed.reproduced
+    update = replayed.update
+    assert update is not None
+    assert (update.available, update.checkpoint_step, update.behind, update.finite) == (True, 4, 0, True)
+    assert update.clipped_from is not None
+    assert update.clipped_from > 0.5
+    assert dict(update.largest) == pytest.approx(
+        {n: s for n, s in moved.sizes.items() if n in dict(update.largest)}, rel=1e-4
+    )
+    assert update.largest[0][1] == pytest.approx(max(moved.sizes.values()), rel=1e-4)
+    assert update.sentence.startswith("With the optimizer state of the checkpoint of step 4 (the step's own) and")
+    assert replayed.sentence.endswith(update.sentence)
+    older = lightning_sentinel.replay_incident(tmp_path, 2, Net(), update=True).update
+    assert older is not None
+    assert (older.behind, older.finite) == (3, True)
+    assert "(3 steps older)" in older.sentence
+    assert lightning_sentinel.replay_incident(tmp_path, 2, Net()).update is None
+    for folder in (tmp_path / "checkpoints").iterdir():
+        folder.rename(tmp_path / f"gone-{folder.name}")
+    gone = lightning_sentinel.replay_incident(tmp_path, 2, Net(), update=True)
+    assert gone.reproduced  # the weights are the bundle's own
+    assert gone.update is not None
+    assert not gone.update.available
+    assert gone.update.sentence.startswith("The update was not computed: ")
+    assert gone.update.sentence.endswith("which is gone")
+
+
 def test_the_budget_of_bytes_is_kept_and_said(tmp_path: Path) -> None:
     size = sum(p.nbytes for p in Net().parameters())
     fit(suite(tmp_path, 2, 9, bundle_bytes=2 * size - 1, probation_steps=2), data=Data(Samples(broken=False)))
