@@ -53,7 +53,7 @@ EXERCISES: dict[str, Exercise] = {
 
 # Faults that show whatever the model has learned yet, and apply to any model and loader. The last three in the table above
 # show in the loss alone: they need a run that is past its warm-up.
-DEFAULT = ("transient_nan", "cursor_rewind", "nan_forward")
+DEFAULT = ("transient_nan", "cursor_rewind", "nan_forward", "nan_backward")
 
 
 @dataclass(frozen=True)

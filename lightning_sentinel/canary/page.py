@@ -6,6 +6,7 @@ from html import escape
 from pathlib import Path
 
 from ..journal import to_json
+from .drill import EXERCISES
 from .judge import CanaryReport, Drilled
 
 
@@ -19,6 +20,7 @@ def text(report: CanaryReport) -> str:
         lines.append(f"  {'ok' if row.passed else 'NO':<3} {row.fault:<20} step {row.step}: {story(row)}")
         if row.why:
             lines.append(f"      {row.why}")
+    lines += ["", f"  {left_out(report)}"] if left_out(report) else []
     if report.false_incidents:
         lines += ["", "  Incidents without a fault"]
         lines += [f"      {line}" for line in report.false_incidents[:10]]
@@ -36,6 +38,12 @@ def headline(report: CanaryReport) -> str:
         return f"Canary passed: {faults}, all seen, named, answered and recovered; no false incident."
     bad = [c.name for c in report.checks if not c.passed] + [d.fault for d in report.drill if not d.passed]
     return f"Canary failed: {', '.join(bad)}. Do not start the long run before that is understood."
+
+
+def left_out(report: CanaryReport) -> str:
+    """What the drill has not tried: the reader should know what this page does not say."""
+    rest = [name for name in EXERCISES if name not in {row.fault for row in report.drill}]
+    return f"Not drilled: {', '.join(rest)}." if rest else ""
 
 
 def story(row: Drilled) -> str:
@@ -79,6 +87,7 @@ td:first-child, .ok td:nth-child(2), .no td:nth-child(2), .short {{ white-space:
 <h1>{escape(headline(report))}</h1>
 <h2>Pilot</h2><table>{checks}</table>
 <h2>Drill</h2><table>{drill}</table>
+<p>{escape(left_out(report))}</p>
 {f"<h2>Incidents without a fault</h2><ul>{false}</ul>" if false else ""}
 <h2>Facts</h2><table>{facts}</table>
 <p>Both legs are run folders: <code>lightning-sentinel report {escape(report.folder)}/drill</code> shows all of one.</p>

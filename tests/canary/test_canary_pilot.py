@@ -65,16 +65,18 @@ def test_a_program_that_is_ready_passes_every_check(
         ("transient_nan", 26, 26, "infrastructure", ["retry_step"]),
         ("cursor_rewind", 41, 41, "data", ["rollback_replay"]),
         ("nan_forward", 56, 56, "numerics", ["skip_step"]),
+        ("nan_backward", 71, 71, "numerics", ["skip_step"]),
     ]
     # Tried again or rolled back, the run is the clean one to the bit, up to the fault that costs it a step.
     assert [d.path for d in report.drill[:2]] == ["equal to the clean leg's to the bit"] * 2
     assert all(d.status == "recovered" and not d.refused for d in report.drill)
-    assert {c.name: c.words for c in report.checks}["clean leg"] == "71 of 71 steps"
+    assert {c.name: c.words for c in report.checks}["clean leg"] == "86 of 86 steps"
     assert report.false_incidents == []
     assert "warmup: " in {c.name: c.words for c in report.checks}["preflight"]  # this program has none
     folder = tmp_path / "canary"
     assert json.loads((folder / "canary.json").read_text())["passed"] is True
-    assert (folder / "canary.txt").read_text().startswith("Canary passed: 3 faults drilled")
+    assert (folder / "canary.txt").read_text().startswith("Canary passed: 4 faults drilled")
+    assert "  Not drilled: no_supervised_tokens, out_of_range_token, corrupt_batch, lr_spike," in text(report)
     assert "<h1>Canary passed" in (folder / "canary.html").read_text()
     assert sorted(p.name for p in folder.iterdir()) == ["canary.html", "canary.json", "canary.txt", "clean", "drill"]
     with pytest.raises(ValueError, match=r"clean is there already\. Give run_dir a folder that holds no canary yet\."):

@@ -34,7 +34,7 @@ SpikeDetector(threshold, tail, gross, gross_tail, gross_relative, min_jump, min_
 default_callbacks(run_dir, policy, vocabulary_size, sample_id_fn, checkpoint_every_n_steps)
 infra_event(trainer, kind, text)
 replay_incident(run_dir, incident, model, datamodule, dtype, device, module, ranks, rebuild_with, app_dirs, sample_id_fn,
-    drill, progress)
+    drill, update, progress)
 run_canary(train, run_dir, drill, warm_steps, vocabulary_size, sample_id_fn, progress)
 """
 
