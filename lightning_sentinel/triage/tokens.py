@@ -119,9 +119,8 @@ class CrossEntropies(TorchFunctionMode):
     def _add(self, kind: str, rows: Tensor, wanted: Tensor, known: Tensor, *, logits: bool) -> None:
         """Take up ``rows``, logits or log probabilities ``[N, C]``, and their targets ``[N]``."""
         losses, entropies = [], []
-        for part, picks in zip(
-            rows.split(max(1, ELEMENTS // rows.shape[1])), wanted.split(max(1, ELEMENTS // rows.shape[1])), strict=True
-        ):
+        size = max(1, ELEMENTS // rows.shape[1])
+        for part, picks in zip(torch.split(rows, size), torch.split(wanted, size), strict=True):
             logs = part.float().log_softmax(1) if logits else part.float()
             losses.append(-logs.gather(1, picks.clamp(0, rows.shape[1] - 1).unsqueeze(1)).squeeze(1))
             entropies.append(-(logs.exp() * logs).nan_to_num().sum(1))
