@@ -156,7 +156,7 @@ LIMITS: Mapping[str, Mapping[str, Limit]] = {
         "warmup": _count("steps", 4),
         "memory": _count("steps", "warmup"),
         "max_named": _count("ranks", 1),
-        "straggler": Limit("times the median compute time", above=1),
+        "straggler": Limit("times the median rank's time", above=1),
         "straggler_steps": _count("steps", 1),
     },
     "LossScale": {
