@@ -203,6 +203,7 @@ LIMITS: Mapping[str, Mapping[str, Limit]] = {
     "RankTelemetry": {
         "update_norm_every_n_steps": _count("steps", why="0: never"),
         "vocabulary_size": _VOCABULARY,
+        "gather_within": _count("ranks", why="0: in one stage"),
     },
     "ReplicaConsistency": {"every_n_steps": _count("steps", 1)},
     "Rollback": {

@@ -11,9 +11,12 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from ..checkpoint.atomic import FileEntry
 from ..checkpoint.manifest import MANIFEST, rank_file, unseal
 from ..checkpoint.plain import decode
+from ..checkpoint.store import CheckpointError, open_checked
 from ..incidents import Incident
+from ..state.shards import Assembly, Part
 from .contents import SCHEMA
 from .place import bundle_dir, incidents_dir
 from .writing import INCIDENT, RUN, WEIGHTS
@@ -103,16 +106,16 @@ class Bundle:
                 f"{self.path} lacks the parts of the ranks {self.manifest['missing_ranks']}, and the parameters are sharded"
                 " over all of them."
             )
-        whole: dict[str, Tensor] = {}
+        whole: dict[str, Assembly] = {}
         for rank in self.ranks:
             part = self.rank(rank)
             mine = first if rank == 0 else part["own_weights"]
-            for name, (shape, offset) in part["layout"].items():
+            for name, place in part["layout"].items():
                 if name not in whole:
-                    whole[name] = torch.empty(shape, dtype=mine[name].dtype)
-                place = tuple(slice(o, o + n) for o, n in zip(offset, mine[name].shape, strict=True))
-                whole[name][place] = mine[name]
-        return whole
+                    shape = tuple(place[0])
+                    whole[name] = Assembly(Part(shape, (0,) * len(shape), shape), mine[name].dtype)
+                whole[name].add(mine[name], Part.at(place, mine[name]))
+        return {name: assembly.tensor for name, assembly in whole.items()}
 
     def _torch(self, name: str) -> Any:
         if name not in self.manifest["files"]:
@@ -161,16 +164,6 @@ def _open_checked(path: Path, name: str, manifest: dict[str, Any]) -> BinaryIO:
     if entry is None or Path(name).name != name:
         raise BundleError(f"{path / MANIFEST} names no file {name!r} that could be read.")
     try:
-        file = (path / name).open("rb")
-    except FileNotFoundError:
-        raise BundleError(f"{path / name} is missing; the bundle is damaged and is not used.") from None
-    digest, size = hashlib.sha256(), 0
-    while chunk := file.read(1 << 20):
-        digest.update(chunk)
-        size += len(chunk)
-    if digest.hexdigest() != entry["sha256"] or size != entry["bytes"]:
-        file.close()
-        what = "fails SHA-256" if size == entry["bytes"] else f"has {size} bytes, its manifest says {entry['bytes']}"
-        raise BundleError(f"{path / name} {what}; the bundle is damaged and is not used.")
-    file.seek(0)
-    return file
+        return open_checked(path, FileEntry(name, entry["sha256"], entry["bytes"]))
+    except CheckpointError as error:
+        raise BundleError(f"{path / str(error)}; the bundle is damaged and is not used.") from None

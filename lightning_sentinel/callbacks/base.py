@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from lightning.pytorch import Callback, Trainer
 
+from ..collectives import gather_object
 from ..context import RunContext, context_of
 from ..data.quarantine import FILE_NAME, QuarantineLedger
 from ..detectors.base import Detector
@@ -31,11 +31,7 @@ def find_callback(trainer: Trainer, kind: type[C]) -> C | None:
 
 def gather_objects(trainer: Trainer, mine: list[Any]) -> list[Any]:
     """All ranks' lists, joined in rank order, on every rank. For rare events only: it pickles and waits."""
-    if trainer.world_size == 1:
-        return mine
-    gathered: list[Any] = [None] * trainer.world_size
-    torch.distributed.all_gather_object(gathered, mine)
-    return [item for part in gathered for item in part]
+    return [item for part in gather_object(mine, trainer.world_size) for item in part]
 
 
 def log_of(trainer: Trainer) -> logging.Logger:

@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..collectives import gather_flat
+from ..collectives import TwoStages, gather_flat
 from ..context import RunContext, context_of
 from ..data.identity import Part, parts, sample_ids, supervised_token_count, token_count
 from ..detectors.nonfinite import NonFinite
@@ -30,7 +30,7 @@ from ..journal import Journal
 from ..lag import SYNC, Facts, Lag
 from ..limits import check_limits
 from ..record import SIGNAL_INDEX, SIGNALS, SOURCE_LOSS, SOURCE_TOKENS, StepRecord, source_signals
-from ..state.lightning_private import scaler_of, train_loaders
+from ..state.lightning_private import collective_timeout, scaler_of, train_loaders
 from ..state.transfer import read_now
 from ..state.tree import local
 from .base import SentinelCallback, gather_objects
@@ -147,6 +147,9 @@ class RankTelemetry(SentinelCallback):
             reads it at the next step's gate without waiting; what is not finite is still kept out, on the device, and
             whatever else needs an answer is answered after going back to before the step, which then runs again under
             the gate. See ``docs/performance.md``.
+        gather_within: Gather in two stages, first among so many neighbouring ranks (those of a node, or about the root of
+            their number), then between such groups; it must divide the number of ranks. 0: in one. Worth it for thousands
+            of ranks, see ``docs/distributed.md``; what is gathered is the same.
     """
 
     def __init__(
@@ -157,6 +160,7 @@ class RankTelemetry(SentinelCallback):
         sample_id_fn: Callable[[Any], Sequence[str | int]] | None = None,
         sources: Sequence[str] | None = None,
         sync: str = "gate",
+        gather_within: int = 0,
     ) -> None:
         check_limits("RankTelemetry", locals())
         self.update_norm_every_n_steps = update_norm_every_n_steps
@@ -167,6 +171,8 @@ class RankTelemetry(SentinelCallback):
         if sync not in SYNC:
             raise ValueError(f"RankTelemetry: sync is {sync!r}, expected one of {', '.join(SYNC)}.")
         self.sync = sync
+        self.gather_within = gather_within
+        self._stages: TwoStages | None = None
         self.lag = Lag(sync)
         self.nonfinite = NonFinite()
         self._signals = SIGNALS
@@ -211,6 +217,10 @@ class RankTelemetry(SentinelCallback):
         self._data_seconds = 0.0
         self._waiting = Waiting(trainer.strategy.root_device) if trainer.world_size > 1 else None
         self._speaks = speaks_for_unit(pl_module.device_mesh)
+        self._stages = None
+        if self.gather_within and trainer.world_size > 1:
+            timeout = collective_timeout(trainer)
+            self._stages = TwoStages(trainer.world_size, self.gather_within, timeout)
         parameters = [p for o in trainer.optimizers for group in o.param_groups for p in group["params"]]
         self._share = {}
         if trainer.world_size > 1 and any(map(is_sharded, trainer.optimizers)):
@@ -450,9 +460,9 @@ class RankTelemetry(SentinelCallback):
         )
         row = self._row(trainer, norm, step_seconds, not grads, len(facts.findings), device)
         if self._waiting is None:
-            return facts, gather_flat(row, trainer.world_size)
+            return facts, gather_flat(row, trainer.world_size, self._stages)
         begin = time.perf_counter()
-        rows = gather_flat(row, trainer.world_size)
+        rows = gather_flat(row, trainer.world_size, self._stages)
         self._waiting.add(time.perf_counter() - begin)  # into the next step's seconds, as the clock has it
         return facts, rows
 

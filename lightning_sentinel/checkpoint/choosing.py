@@ -6,11 +6,10 @@ import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import torch
 from lightning.pytorch import Trainer
 
+from ..callbacks.base import gather_objects
 from ..progress import TRAINING_LOG
 from . import aloud, reshape
 from .contents import Loaded, load
@@ -100,13 +99,10 @@ def load_everywhere(trainer: Trainer, store: CheckpointStore, path: Path) -> tup
         checkpoint = store.read(path)
         source = reshape.source_rank(trainer.global_rank, checkpoint.manifest.world_size)
         loaded = load(store, checkpoint, source, aloud=trainer.is_global_zero)
-        loaded.left_out = reshape.adapt(trainer, loaded)
+        loaded.left_out = reshape.adapt(trainer, store, loaded)
     except Exception as error:
         problem = f"rank {trainer.global_rank}: {words(error)}"
-    if trainer.world_size > 1:
-        gathered: list[Any] = [None] * trainer.world_size
-        torch.distributed.all_gather_object(gathered, problem)
-        problem = "; ".join(p for p in gathered if p)
+    problem = "; ".join(gather_objects(trainer, [problem] if problem else []))
     return (None, problem) if problem else (loaded, "")
 
 

@@ -21,10 +21,12 @@ from ..callbacks.base import SentinelCallback, find_callback, ledger_of
 from ..callbacks.rank_telemetry import RankTelemetry
 from ..context import RunContext, context_of
 from ..data.identity import sample_ids
+from ..distributed.mesh import speaks_for_unit
 from ..incidents import Incident
 from ..journal import journal_files, redact, to_json
 from ..progress import TRAINING_LOG, Progress
 from ..record import StepRecord
+from ..state import lightning_private as private
 from ..state.snapshot import Snapshot, cursor_problems, from_payload, state_problems, to_payload
 from ..state.tree import tensor_bytes
 from .aloud import loading
@@ -111,6 +113,10 @@ def collect(trainer: Trainer, snapshot: Snapshot, config: Mapping[str, Any] | No
         "journal": _journal_position(trainer, context),
         "next_sample_ids": _prefetched_ids(trainer, snapshot),
     }
+    if not replicated:
+        named = trainer.lightning_module.named_parameters()
+        own["layout"] = {n: place for n, p in named if (place := private.shard_place(p)) is not None}
+        own["speaks"] = speaks_for_unit(trainer.lightning_module.device_mesh)
     run = _run_facts(trainer, context, snapshot, config) if trainer.is_global_zero else {}
     return Contents(
         snapshot.step, snapshot.attempt, snapshot.tokens, trainer.global_rank, trainer.world_size, shared, own, run

@@ -1,9 +1,10 @@
 """Going on with another number of ranks: what of a checkpoint belongs to all, what to one rank, and what must be left out.
 
-It is possible where every rank holds the same weights (one process, DDP) and where the data position is global: each loader
-says so by ``global_cursor = True``, and :class:`~lightning_sentinel.data.MixtureLoader` does. Then each remaining sample
-is drawn once, by whichever rank. Each saved rank's own random state and records go to the rank of the same number; ranks
-that are new begin with rank 0's records and with a random state derived from rank 0's.
+Weights that lie whole on every rank (one process, DDP) stay as they are; those that are divided (FSDP2) are divided anew.
+It is possible where the data position is global: each loader says so by ``global_cursor = True``, and
+:class:`~lightning_sentinel.data.MixtureLoader` does. Then each remaining sample is drawn once, by whichever rank. Each saved
+rank's own random state and records go to the rank of the same number; ranks that are new begin with rank 0's records and
+with a random state derived from rank 0's.
 
 Keep the *global* batch (``batch_size`` times ranks) as it was: then steps, schedules and epochs mean the same as before.
 """
@@ -22,6 +23,7 @@ from lightning.pytorch import Trainer
 from ..state import lightning_private as private
 from ..state import rng
 from .contents import MODEL, Loaded
+from .reshard import reshard
 from .store import CheckpointStore
 
 
@@ -39,8 +41,6 @@ def problem(trainer: Trainer, store: CheckpointStore, path: Path) -> str:
     holds = f"holds the state of {saved} ranks, this run has {here}"
     if saved < 1:
         return "was left by one rank after an exception, for people to look at; resume from another"
-    if MODEL not in manifest.files:
-        return f"{holds}, and its weights are divided among its ranks; start it with {saved} ranks"
     loaders = private.train_loaders(trainer)
     own = sorted({type(x).__name__ for x in loaders if not getattr(x, "global_cursor", False)})
     if own:
@@ -51,7 +51,7 @@ def problem(trainer: Trainer, store: CheckpointStore, path: Path) -> str:
     return ""
 
 
-def adapt(trainer: Trainer, loaded: Loaded) -> list[str]:
+def adapt(trainer: Trainer, store: CheckpointStore, loaded: Loaded) -> list[str]:
     """Fit a checkpoint of another number of ranks to this one, in place.
 
     Returns:
@@ -68,7 +68,11 @@ def adapt(trainer: Trainer, loaded: Loaded) -> list[str]:
         raise ValueError(
             f"it was taken inside an accumulation, whose gradients belong to {saved} ranks; start it with {saved} ranks"
         )
+    if MODEL not in loaded.checkpoint.manifest.files:
+        reshard(trainer, store, loaded)
     _draw_again(trainer, snapshot.cursor)
+    lost_memory = any(comm["memory"] for comm in snapshot.comm)
+    snapshot.comm = []  # each rank's is of the gradients of its own data
     if rank >= saved:
         snapshot.rng = _derived(snapshot.rng, rank)
     said = [f"from {saved} to {here} ranks"]
@@ -80,6 +84,8 @@ def adapt(trainer: Trainer, loaded: Loaded) -> list[str]:
         new = _ranks(saved, here)
         said.append(f"the random state of {new} is derived from that of rank 0")
         said.append(f"in averages of the running epoch, what rank 0 had logged counts for {new} too")
+    if lost_memory:
+        said.append("the error feedback of PowerSGD begins anew")
     return said
 
 

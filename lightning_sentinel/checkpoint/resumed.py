@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from lightning.pytorch import Trainer
 
 from ..callbacks.base import gather_objects
@@ -185,10 +184,7 @@ class ResumedRun:
         mid = self.loaded is not None and self.loaded.snapshot.mid_accumulation
         wrong = bool(expected) and not ids_agree(expected, live, mid_accumulation=mid)
         mine = (wrong, expected, live, source, self._epoch_of(trainer, live) if wrong else "")
-        verdicts: list[Any] = [mine]
-        if trainer.world_size > 1:
-            verdicts = [None] * trainer.world_size
-            torch.distributed.all_gather_object(verdicts, mine)
+        verdicts = gather_objects(trainer, [mine])
         ranks = [rank for rank, verdict in enumerate(verdicts) if verdict[0]]
         if not ranks:
             return []

@@ -373,15 +373,7 @@ class CheckpointStore:
         entry = checkpoint.manifest.files.get(name)
         if entry is None:
             raise CheckpointError(f"{name} is not in {MANIFEST}")
-        try:
-            file = (checkpoint.path / name).open("rb")
-        except OSError as error:
-            raise CheckpointError(f"{name} {_os_reason(error)}") from None
-        with file:
-            problem = _compare(entry, *_hash_stream(file, hashed))
-            if problem:
-                raise CheckpointError(problem)
-            file.seek(0)  # the same open file: what is read now is what was hashed
+        with open_checked(checkpoint.path, entry, hashed) as file:
             yield file
 
     # ---------------------------------------------------------------------------------------------------- rotation
@@ -483,6 +475,29 @@ def _check_file(path: Path, entry: FileEntry, hashed: Callable[[int], object] | 
         return _compare(entry, *_hash_file(path, hashed))
     except OSError as error:
         return f"{entry.name} {_os_reason(error)}"
+
+
+def open_checked(folder: Path, entry: FileEntry, hashed: Callable[[int], object] | None = None) -> BinaryIO:
+    """A file that has been hashed through the handle that is then read: what is interpreted is what was hashed.
+
+    ``hashed`` is told how many bytes have been hashed, piece by piece.
+
+    Raises:
+        CheckpointError: It is missing or damaged; the message begins with its name.
+    """
+    try:
+        file = (folder / entry.name).open("rb")
+    except OSError as error:
+        raise CheckpointError(f"{entry.name} {_os_reason(error)}") from None
+    try:
+        problem = _compare(entry, *_hash_stream(file, hashed))
+        if problem:
+            raise CheckpointError(problem)
+        file.seek(0)
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 def _compare(entry: FileEntry, digest: str, size: int) -> str | None:

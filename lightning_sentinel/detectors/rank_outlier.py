@@ -33,6 +33,12 @@ PEAK_DECAY = 0.999
 WAITED_FOR = 0.5
 # A lateness below is of the size of a logger's or the journal's own work on rank 0, and nobody would move a rank for it.
 HELD_UP_SECONDS = 0.02
+FEW = 4  # records whose noise says nothing yet
+# Without history a rank must leave the largest of the others behind by so many spreads of the logarithm of their losses over
+# the median. Few losses say little about their spread: it starts at a factor of e^0.7, which counts for four of them.
+COLD_SPREADS, COLD_PRIOR, COLD_PRIOR_WEIGHT = 4.0, 0.7, 4.0
+# Or, where the others agree, by a multiple of their whole range that chance passes about this often.
+COLD_CHANCE = 1e-3
 
 
 @dataclass(eq=False)
@@ -82,6 +88,7 @@ class RankOutlier:
         self._last: FloatArray = np.empty((2, 0))  # scores of the two steps before
         self._peak: FloatArray = np.zeros(3)  # largest healthy scores lately, over one, two and three steps
         self._named: set[int] = set()
+        self._ratios: FloatArray = np.zeros((3, 0))  # while there is no history: see _leaves_others_behind
         self._slow: FloatArray = np.empty(0)  # steps in a row in which a rank was slow
         self._held: FloatArray = np.empty(0)  # of which the others were seen to wait for it
         self._slow_named: set[int] = set()
@@ -100,6 +107,7 @@ class RankOutlier:
         self._last = np.zeros((2, world_size))
         self._peak = np.zeros(3)
         self._named = set()
+        self._ratios = np.zeros((3, world_size))
         self._slow, self._held = np.zeros(world_size), np.zeros(world_size)
         self._slow_named = set()
 
@@ -135,11 +143,13 @@ class RankOutlier:
         thresholds = self._thresholds(record.world_size, warm)
         over = sums > thresholds[:, None]
         bad = over.any(axis=0) & (residual >= least)
+        if not warm and voters >= 4:
+            bad = self._leaves_others_behind(loss, used, bad)
         fresh = sorted(set(np.flatnonzero(bad).tolist()) - self._named, key=lambda r: -float(score[r]))
         findings = (
             [self._finding(record, fresh, loss, common, residual, scale, sums, over, thresholds)] if fresh else []
         )
-        self._accept(residual, weight, used & ~bad & (score < 6.0), common, sums, bad)
+        self._accept(residual, weight, used, used & ~bad & (score < 6.0), common, sums, bad)
         self._last = np.stack((np.clip(score, -3.0, 10.0), self._last[0]))
         # Named once for as long as it stays away.
         self._named = {r for r in self._named | set(fresh) if score[r] > 0.5 * self.threshold}
@@ -151,8 +161,41 @@ class RankOutlier:
             return np.full(3, self.cold_threshold)
         normal = NormalDist().inv_cdf(1.0 - self.false_per_step / world_size)
         normal *= 1.0 + 4.0 / self._seen  # offsets and noise are estimates
-        limits: FloatArray = np.maximum((max(self.threshold, normal), normal, normal), self.tail * self._peak)
+        tail = self.tail * (1.0 + (self.warmup / self._seen) ** 3)  # the largest of a few is soon surpassed
+        limits: FloatArray = np.maximum((max(self.threshold, normal), normal, normal), tail * self._peak)
         return limits
+
+    def _leaves_others_behind(self, loss: FloatArray, used: BoolArray, suspects: BoolArray) -> BoolArray:
+        """Which suspects are further above all other ranks than chance takes one, whatever the tail of the losses is.
+
+        The spread between a handful of ranks in one step may be small by chance, and losses of small batches have heavy
+        tails: a rank may be any number of sigma away. What counts is the logarithm of the loss over the step's median. A
+        rank must leave the largest that the *others* have had so far behind, either by ``COLD_SPREADS`` of the root mean
+        square of theirs, or, in this step alone, by ``COLD_CHANCE ** (-1 / (n - 1))`` times the range of the ``n`` others:
+        that ``n`` losses lie within a range ``r`` has a chance of the order of ``r ** (n - 1)``. A rank is not excused by
+        its own earlier losses, nor by other suspects of the same step.
+        """
+        level = float(np.median(loss[used]))
+        if level <= 0:
+            return np.zeros_like(suspects)  # no ratio means anything: wait for the history
+        ratio = np.log(np.maximum(np.where(used, loss, level), 1e-9 * level) / level)
+        seen = used & ~suspects
+        count, square, top = self._ratios
+        count, square = count + seen, square + np.where(seen, ratio * ratio, 0.0)
+        top = np.maximum(top, np.where(seen, ratio, 0.0))
+        second, first = np.sort(top)[-2:]
+        others_top = np.where(top == first, second, first)
+        weight = COLD_PRIOR_WEIGHT + count.sum() - count
+        spread = np.sqrt((COLD_PRIOR_WEIGHT * COLD_PRIOR**2 + square.sum() - square) / weight)
+        named: BoolArray = suspects & (ratio > others_top + COLD_SPREADS * spread)
+        others = ratio[seen]
+        if len(others) > 2:
+            multiple = COLD_CHANCE ** (-1.0 / (len(others) - 1))
+            named |= suspects & (ratio > others.max() + multiple * float(np.ptp(others)))
+        late = suspects & ~named  # part of the tail after all
+        top = np.where(late, np.maximum(top, ratio), top)
+        self._ratios = np.stack((count + late, square + np.where(late, ratio * ratio, 0.0), top))
+        return named
 
     def _scale(self, common: float, adjusted: FloatArray, used: BoolArray, weight: FloatArray) -> FloatArray:
         """Noise of each rank in nats, ``[world_size]``."""
@@ -163,13 +206,20 @@ class RankOutlier:
             scale: FloatArray = np.maximum(np.sqrt(noise) / weight, max(1e-4 * abs(common), 1e-9))
             return scale
         if used.sum() < 4:  # too few to know a spread from: only the ranks' own history counts
-            spread = math.inf if self._seen < 4 else float(np.sqrt(self._noise.max()))
+            spread = math.inf if self._seen < FEW else float(np.sqrt(self._noise.max()))
         else:
             spread = MAD_TO_SIGMA * float(np.median(np.abs(adjusted[used] - common)))
         return np.full(len(used), max(spread, 0.01 * abs(common), 1e-9))
 
     def _accept(
-        self, residual: FloatArray, weight: FloatArray, good: BoolArray, common: float, sums: FloatArray, bad: BoolArray
+        self,
+        residual: FloatArray,
+        weight: FloatArray,
+        used: BoolArray,
+        good: BoolArray,
+        common: float,
+        sums: FloatArray,
+        bad: BoolArray,
     ) -> None:
         if bad.mean() > 0.5:
             return
@@ -184,6 +234,12 @@ class RankOutlier:
         if self._seen > self.warmup:
             quiet = np.where(good, sums, 0.0).max(axis=1)
             self._peak = np.maximum(self._peak * PEAK_DECAY, quiet)
+        elif self._seen > FEW:
+            # How long the tail is must be known when the history begins to be trusted, or the first of its kind is named.
+            usual = math.sqrt(float(np.median(self._noise)))
+            if usual > 0:
+                highest = float(np.where(used & ~bad, residual * weight, 0.0).max()) / usual
+                self._peak = np.maximum(self._peak, highest / np.sqrt([1.0, 2.0, 3.0]))
         self._common = common if math.isnan(self._common) else self._common + 0.2 * (common - self._common)
 
     def _finding(
@@ -294,6 +350,7 @@ class RankOutlier:
             "last": self._last.copy(),
             "peak": self._peak.copy(),
             "named": sorted(self._named),
+            "ratios": self._ratios.copy(),
             "slow": self._slow.copy(),
             "held": self._held.copy(),
             "slow_named": sorted(self._slow_named),
@@ -307,6 +364,8 @@ class RankOutlier:
         self._last = np.array(state["last"], dtype=np.float64)
         self._peak = np.array(state["peak"], dtype=np.float64)
         self._named = set(state["named"])
+        # states from before this was kept have none
+        self._ratios = np.array(state.get("ratios", np.zeros((3, len(self._offset)))), dtype=np.float64)
         self._slow = np.array(state["slow"], dtype=np.float64)
         self._held = np.array(state.get("held", np.zeros(len(self._slow))), dtype=np.float64)  # absent before 0.2
         self._slow_named = set(state["slow_named"])

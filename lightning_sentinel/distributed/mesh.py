@@ -50,5 +50,6 @@ def replicas_of(tensor: Tensor, world_size: int) -> int:
         return world_size
     parts = 1
     for dimension, placement in enumerate(placements):
-        parts *= mesh.size(dimension) if placement.is_shard() else 1
+        # not ``is_shard``: FSDP2 upon tensor parallelism divides in strides, which is another kind of placement
+        parts *= 1 if placement.is_replicate() or placement.is_partial() else mesh.size(dimension)
     return world_size // parts

@@ -11,6 +11,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
@@ -671,6 +672,42 @@ def shard_place(tensor: torch.Tensor) -> tuple[list[int], list[int]] | None:
     sharded: Any = tensor
     _, offset = compute_local_shape_and_global_offset(tensor.shape, sharded.device_mesh, sharded.placements)
     return list(tensor.shape), list(offset)
+
+
+def sharded_groups(module: torch.nn.Module) -> list[Any]:
+    """FSDP2's groups of parameters that are divided at the moment.
+
+    ``FSDPModule._get_fsdp_state()._fsdp_param_groups``, in torch 2.13; before, the one ``_fsdp_param_group``.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    states: list[Any] = [m._get_fsdp_state() for m in module.modules() if isinstance(m, FSDPModule)]
+    groups = [
+        g for s in states for g in getattr(s, "_fsdp_param_groups", None) or [getattr(s, "_fsdp_param_group", None)]
+    ]
+    return [group for group in groups if group is not None and group.is_sharded]
+
+
+def divide_again(groups: list[Any]) -> None:
+    """After a forward without a backward: FSDP2 holds on to the whole parameters of a root, and waits for its backward."""
+    for group in groups:
+        group._training_state = type(group._training_state).IDLE
+        if not group.is_sharded:
+            group.reshard()
+        group._post_forward_indices.clear()
+        group.comm_ctx.post_forward_order.clear()
+
+
+def collective_timeout(trainer: Trainer) -> timedelta:
+    """Time-out of the default process group's collectives (``ProcessGroup._get_backend``, ``Backend.Options._timeout``)."""
+    world: Any = torch.distributed.group.WORLD
+    timeout: timedelta = world._get_backend(trainer.strategy.root_device).options._timeout
+    return timeout
+
+
+def comm_hook_states(trainer: Trainer) -> list[Any]:
+    """State of each communication hook that is registered with DDP (``DistributedDataParallel._comm_hooks``)."""
+    return [state for _, state in getattr(trainer.strategy.model, "_comm_hooks", ())]
 
 
 def next_node_number() -> int:

@@ -38,8 +38,8 @@ from torch import Tensor, nn
 
 from ..callbacks.base import SentinelCallback
 from ..context import context_of
+from . import comm_hook, rng
 from . import lightning_private as private
-from . import rng
 from .cursor import cursor_problems, restore_cursor, take_cursor
 from .plain import from_plain, to_plain
 from .tree import HostCopies, clone, copy_into, local, tensor_bytes
@@ -88,6 +88,7 @@ class Snapshot:
         trainer: Plain settings of the Trainer that callbacks change.
         rng: Random state of this rank.
         path: Counters of the run context that go back.
+        comm: What communication hooks of DDP remember, in a full snapshot.
         versions: Sum of the parameters' version counters (light snapshots): tells whether a step has changed them.
     """
 
@@ -113,6 +114,7 @@ class Snapshot:
     trainer: dict[str, Any] = field(default_factory=dict)
     rng: dict[str, Any] = field(default_factory=dict)
     path: dict[str, int] = field(default_factory=dict)
+    comm: list[dict[str, Any]] = field(default_factory=list)
     versions: int = 0
 
     @property
@@ -167,6 +169,8 @@ def take(trainer: Trainer, *, tensors: bool = True, into: Snapshot | None = None
         for i, o in enumerate(trainer.strategy.optimizers)
     ]
     callbacks = _callback_states(trainer, copies, into.callbacks if into is not None else {})
+    # a light snapshot takes back a held step, which has put it back already
+    comm = comm_hook.take(trainer, copies, into.comm if into is not None else None) if tensors else []
     copies.run()
 
     loops = private.loop_state(trainer)
@@ -192,6 +196,7 @@ def take(trainer: Trainer, *, tensors: bool = True, into: Snapshot | None = None
         trainer={"accumulate_grad_batches": trainer.accumulate_grad_batches, "should_stop": trainer.should_stop},
         rng=rng.capture(trainer.strategy.root_device),
         path=dict(context.path_state()),
+        comm=comm,
         versions=parameter_versions(trainer),
     )
 
@@ -418,6 +423,7 @@ def _restore(trainer: Trainer, snapshot: Snapshot) -> None:
     _restore_grads(parameters, snapshot.grads)
     for optimizer, state in zip(trainer.strategy.optimizers, snapshot.optimizers, strict=True):
         restore_optimizer(optimizer, state)
+    comm_hook.put_back(trainer, snapshot.comm)
     for config, state in zip(trainer.lr_scheduler_configs, snapshot.schedulers, strict=True):
         config.scheduler.load_state_dict(clone(state))
     if snapshot.precision:

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
+from ..collectives import gather_object
+
 T = TypeVar("T")
 
 
@@ -20,11 +22,7 @@ class Peers:
 
     def gather(self, value: T) -> list[T]:
         """This value of every rank, in rank order. Plain data only: it is pickled."""
-        if self._alone:
-            return [value]
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, value)
-        return everyone
+        return gather_object(value, 1 if self._alone else self.size)
 
     def from_first(self, value: T) -> T:
         """Rank 0's value."""

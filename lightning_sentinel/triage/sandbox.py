@@ -157,6 +157,7 @@ def sandbox(
     buffer_copies: dict[int, Tensor] = {}
     parameter_copies: dict[int, nn.Parameter] = {}
     restored = ExitStack()
+    divided = _private.sharded_groups(module) if any(hasattr(p, "_local_tensor") for p, _, _ in grads) else []
     try:
         context.scratch[REPLAYING] = True
         if weights is not None and any(hasattr(p, "_local_tensor") for p, _, _ in grads):
@@ -177,6 +178,7 @@ def sandbox(
         with _quiet_optimizers(trainer, optimizer), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
+        _private.divide_again(divided)
         for m, state in saved:
             m.__dict__.clear()
             m.__dict__.update(state)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..context import RunContext, context_of
+from ..state import comm_hook
 from ..state import lightning_private as _private
 
 KEPT_EVERY = 16  # steps between two older healthy windows
@@ -111,6 +112,7 @@ class StepWindow:
         attempt: Which pass over the step this is.
         micro_batches: In order.
         buffers: Buffers by path, before the first forward.
+        comm: What communication hooks of DDP remembered then.
         scale: Loss scale in force, 0-dim on its device; None without a scaler.
         boundary_flags: ``(micro-batch, module path, sum of the output)`` in forward order, the sum on its device (on the
             CPU as a number); a sum that is not finite marks an output that is not finite.
@@ -123,6 +125,7 @@ class StepWindow:
     attempt: int = 0
     micro_batches: list[MicroBatch] = field(default_factory=list)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    comm: list[dict[str, Any]] = field(default_factory=list)
     scale: Tensor | None = None
     boundary_flags: list[tuple[int, str, Tensor | float]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
@@ -147,6 +150,7 @@ class StepCapture:
         self._generators: dict[tuple[str, str], torch.Generator] = {}
         self._buffers = BufferTree(trainer.lightning_module)
         self._free: list[dict[str, Tensor]] = []  # buffer memory of retired windows
+        self._comm: list[dict[str, Any]] = []  # only that of the current window is ever asked for
         self._attempt = context_of(trainer).attempt
         self.keeps_previous = False  # a step may be judged while the next one is under way
         self._previous: StepWindow | None = None
@@ -256,6 +260,7 @@ class StepCapture:
             trainer.global_step, context.attempt, scale=_private.scale_of(trainer), epoch=trainer.current_epoch
         )
         window.buffers = self._copy_buffers(module)
+        window.comm = self._comm = comm_hook.take(trainer, old=self._comm)
         context.window = window
         return window
 
@@ -355,12 +360,15 @@ def anchor_windows(trainer: Trainer, before_step: int) -> list[StepWindow]:
 
 @torch.no_grad()
 def restore_buffers(trainer: Trainer, where: Tensor | None = None) -> None:
-    """Put the module's buffers back to where they were before the current window's first forward.
+    """Put buffers, and what communication hooks remember, back to where they were before this window's first forward.
 
     ``where``: a 0-dim bool on the device; only if it is true, and without reading it.
     """
     window = context_of(trainer).window
-    if window is None or not window.buffers:
+    if window is None:
+        return
+    comm_hook.put_back(trainer, window.comm, where)
+    if not window.buffers:
         return
     now = dict(trainer.lightning_module.named_buffers())
     names = [n for n in window.buffers if n in now and now[n].shape == window.buffers[n].shape]

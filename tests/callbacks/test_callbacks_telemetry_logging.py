@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,29 @@ def test_every_documented_key_has_the_value_computed_by_hand(tmp_path: Path) -> 
             expected["sentinel/update_norm"] = update
         assert {key: line[key] for key in expected} == pytest.approx(expected, rel=1e-5)
         assert 0 <= line["sentinel/data_seconds"] <= line["sentinel/step_seconds"] < 60
+
+
+class Slow(Mixture):
+    """Two of its batches take their time."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in super().__iter__():
+            if self.position in (3, 4):
+                time.sleep(0.5)
+            yield batch
+
+
+def test_waiting_for_a_slow_loader_is_data_seconds(tmp_path: Path) -> None:
+    trainer, _ = make_trainer(
+        [RankTelemetry()], max_steps=STEPS, log_every_n_steps=1, logger=CSVLogger(tmp_path, "", "")
+    )
+    trainer.fit(Bigram(), Slow())
+    seconds = [(line["sentinel/data_seconds"], line["sentinel/step_seconds"]) for line in rows(tmp_path)]
+    assert all(0 <= data <= step for data, step in seconds)
+    # Lightning fetches the batch behind the one that is trained, as the loader has no length
+    assert all(data >= 0.5 for data, _ in seconds[1:3])
+    assert sum(data for data, _ in seconds) >= 1.0
+    assert min(data for data, _ in seconds) < 0.5
 
 
 def test_tensorboard_gets_the_same_as_the_csv(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ NonFiniteTracer(boundaries, every_n, anomaly, max_traces, replay)
 Preflight(strict, skip, vocabulary_size, checkpoints)
 RankOutlierDetector(threshold, false_per_step, tail, cold_threshold, cold_relative, min_jump, min_relative, warmup,
     memory, max_named, straggler, straggler_steps)
-RankTelemetry(update_norm_every_n_steps, vocabulary_size, token_count_fn, sample_id_fn, sources, sync)
+RankTelemetry(update_norm_every_n_steps, vocabulary_size, token_count_fn, sample_id_fn, sources, sync, gather_within)
 ReplicaConsistency(every_n_steps, buffers, optimizer)
 Rollback(every_n_steps, keep, retry, cursor)
 RunJournal(run_dir, step_interval, report, report_every_seconds, config, max_bytes, progress_bar, log_image, webhook,

@@ -80,6 +80,39 @@ def test_a_bad_rank_is_named_within_three_steps(ranks, height, least):
     assert hits >= least * 20
 
 
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_clean_starts_of_heavy_noise_name_nobody(ranks):
+    """Three squared errors a rank: some rank is 10 sigma of the others' spread away in every tenth step."""
+    rng = np.random.default_rng(0)
+    named = [len(feed(RankOutlier(), rng.chisquare(1, (16, ranks, 3)).mean(axis=-1))) for _ in range(200)]
+    assert sum(map(bool, named)) <= 2
+
+
+@pytest.mark.parametrize(("level", "sigma"), [(2.0, 0.17), (10.8, 0.02)])
+@pytest.mark.parametrize("at", [0, 1, 7])
+def test_40_on_one_of_four_ranks_is_named_without_history(level, sigma, at):
+    rng = np.random.default_rng(1)
+    for _ in range(30):
+        losses = level + sigma * rng.standard_normal((at + 1, 4))
+        losses[at, 2] = 40.0
+        [finding] = feed(RankOutlier(), losses)
+        assert (finding.step, finding.ranks) == (at, (2,))
+
+
+def test_two_bad_ranks_at_the_start_do_not_excuse_each_other():
+    losses = 2.0 + 0.1 * np.random.default_rng(2).standard_normal((1, 16))
+    losses[0, [3, 9]] = 40.0, 39.0
+    [finding] = feed(RankOutlier(), losses)
+    assert finding.ranks == (3, 9)
+
+
+def test_losses_below_zero_are_judged_once_there_is_history():
+    losses = -5.0 + 0.1 * np.random.default_rng(3).standard_normal((40, 8))
+    losses[3, 1] = losses[30, 1] = 40.0
+    [finding] = feed(RankOutlier(), losses)
+    assert (finding.step, finding.ranks) == (30, (1,))
+
+
 def test_named_once_for_as_long_as_it_stays_away():
     losses = losses_of(8, 160)
     losses[120:130, 3] += 1.0

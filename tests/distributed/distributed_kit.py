@@ -36,8 +36,11 @@ class CollectiveLimit(L.Callback):
         torch.distributed.distributed_c10d._set_pg_timeout(self.limit)
 
 
-def fork_ranks(ranks: int, main: Callable[[], None], seconds: float = 600.0) -> int:
-    """Run ``main`` in so many forked processes; 0 if all of them came through. When one falls, the others are ended."""
+def fork_ranks(ranks: int, main: Callable[[], None], seconds: float = 1500.0, *, end_others: bool = True) -> int:
+    """Run ``main`` in so many forked processes; 0 if all of them came through.
+
+    When one falls the others are ended, unless they shall show that they end by themselves (``end_others=False``).
+    """
     torch.set_num_threads(1)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -66,7 +69,7 @@ def fork_ranks(ranks: int, main: Callable[[], None], seconds: float = 600.0) -> 
         elif time.monotonic() > end:
             print(f"ranks {sorted(children.values())} were not through in {seconds:g} s", file=sys.stderr)
             failed = failed or 1
-        if failed:
+        if failed and (end_others or time.monotonic() > end):
             for left in children:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(left, signal.SIGKILL)
@@ -74,7 +77,7 @@ def fork_ranks(ranks: int, main: Callable[[], None], seconds: float = 600.0) -> 
     return int(failed != 0)
 
 
-def run_script(script: Path, *arguments: object, seconds: float = 900.0) -> None:
+def run_script(script: Path, *arguments: object, seconds: float = 1700.0) -> None:
     """Run a script of ranks; its complaints are the test's."""
     command: Sequence[str] = [sys.executable, str(script), *map(str, arguments)]
     tests = Path(__file__).parents[1]

@@ -3,14 +3,16 @@
 Each way is trained twice. In the first fit nothing happens, but one update is left out by hand. In the second the last rank
 makes a NaN twice for once (answered by going back to a restore point) and in one step each time that it is computed
 (answered by leaving that update out). Where parameters are sharded a fit is also interrupted and taken up again. Each rank
-writes down for each way how they differ and what was found.
+writes down for each way how they differ and what was found. Four ranks take the way of two dimensions, ``mesh``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -31,19 +33,39 @@ from lightning_sentinel import (
     ForensicCheckpoint,
     IncidentResponse,
     NonFiniteTracer,
+    RankOutlierDetector,
     RankTelemetry,
     Rollback,
     RunJournal,
 )
+from lightning_sentinel.checkpoint import CheckpointStore
 from lightning_sentinel.context import context_of
+from lightning_sentinel.incidents import Action
 from lightning_sentinel.journal import iter_events
+from lightning_sentinel.state import lightning_private as private
 from lightning_sentinel.state.tree import local
 
 ONCE, AGAIN, ALWAYS, STEPS = 7, 12, 16, 20
 ACCUMULATE = {"no_sync": 3}
+LOUD = 21  # on the mesh the second replica's loss is 40 there, once
 WAYS = (
-    "plain", "find_unused", "static_graph", "no_sync", "bucket_view", "fp16_hook", "own_hook", "fsdp2", "tensor",
+    "plain", "find_unused", "static_graph", "no_sync", "bucket_view", "fp16_hook", "own_hook", "power_sgd",
+    "fsdp2", "fsdp2_full", "tensor", "mesh",
 )  # fmt: skip
+RESUMED = ("power_sgd", "fsdp2", "fsdp2_full", "tensor", "mesh")
+
+
+def ranks_of(way: str) -> int:
+    return 4 if way == "mesh" else 2
+
+
+def steps_of(way: str) -> int:
+    return STEPS + 5 if way == "mesh" else STEPS
+
+
+def data_rank(way: str, rank: int) -> int:
+    """Whose data this rank trains on: ranks of one replica share theirs."""
+    return {"tensor": 0, "mesh": rank // 2}.get(way, rank)
 
 
 class Walk(Bigram):
@@ -58,37 +80,52 @@ class Walk(Bigram):
         self.struck: list[int] = []
 
     def configure_model(self) -> None:
-        if self.way == "fsdp2":
-            for part in (self.embedding, self.middle, self.norm, self.head):
-                fully_shard(part, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
-        if self.way == "tensor":
+        if self.way in ("tensor", "mesh"):
             mesh = self.device_mesh["tensor_parallel"]  # type: ignore[index]
             self.inner = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
             plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
             parallelize_module(self.inner, mesh, plan)
+        if self.way in ("fsdp2", "fsdp2_full", "mesh"):
+            parts = (self.embedding, self.middle, self.norm, self.head, *([self.inner] if self.way == "mesh" else []))
+            for part in parts:
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         h = self.middle(self.embedding(batch["input_ids"]))
         if self.branch is not None and self.trainer.global_step % 2:
             h = h + self.branch(h)
-        if self.way == "tensor":
+        if self.way in ("tensor", "mesh"):
             h = h + self.inner(h)
         h = self.norm(h)
         step = self.trainer.global_step
         # One replica computes one loss: on all of its ranks.
-        if self.hurt and (self.way == "tensor" or self.global_rank == self.trainer.world_size - 1):
+        bad = data_rank(self.way, self.global_rank) == data_rank(self.way, self.trainer.world_size - 1)
+        if self.hurt and bad:
             first = batch_idx % self.trainer.accumulate_grad_batches == 0
             if first and (step == ALWAYS or (step in (ONCE, AGAIN) and step not in self.struck)):
                 self.struck.append(step)
                 h = h / torch.zeros(())
         logits = self.head(h)
-        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+        if self.hurt and bad and step == LOUD and step not in self.struck:
+            self.struck.append(step)
+            loss = loss * (40.0 / loss.detach())
+        return loss
 
 
 class LeaveOut(L.Callback):
     """One update left out by hand; and what the gradient norm of the first step really is."""
 
     norm = 0.0
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        hook = next((c for c in trainer.callbacks if isinstance(c, CommHook)), None)  # type: ignore[attr-defined]
+        self.memory = hook.state if hook is not None else None
+        if trainer.global_step == ALWAYS - 1:
+            self.kept = bits(trainer)
+        if trainer.global_step == ALWAYS and self.memory is not None:
+            names = ("error_dict", "p_memory_dict", "q_memory_dict", "iter", "rng")
+            self.before = copy.deepcopy({name: getattr(self.memory, name) for name in names})
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
         if trainer.global_step == 0:
@@ -101,6 +138,8 @@ class LeaveOut(L.Callback):
         if trainer.global_step == ALWAYS:
             for parameter in pl_module.parameters():
                 parameter.grad = None
+            for name, value in (self.before if self.memory is not None else {}).items():
+                setattr(self.memory, name, value)  # a step that is left out leaves no trace in it
 
 
 def own_hook(state, bucket):  # type: ignore[no-untyped-def]
@@ -113,7 +152,7 @@ class CommHook(L.Callback):
     """What a user does on a strategy whose hook Lightning registers on CUDA only."""
 
     def __init__(self, way: str) -> None:
-        self.way, self.calls = way, 0
+        self.way, self.calls, self.state = way, 0, None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         ddp: Any = trainer.strategy.model
@@ -122,15 +161,19 @@ class CommHook(L.Callback):
         elif self.way == "own_hook":
             ddp.register_comm_hook(self, own_hook)
         elif self.way == "power_sgd":
-            state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=4, min_compression_rate=0.5)
-            ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            self.state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=4, min_compression_rate=0.5)
+            ddp.register_comm_hook(self.state, powerSGD_hook.powerSGD_hook)
 
 
 def strategy_of(way: str) -> Any:
-    if way == "fsdp2":
-        return ModelParallelStrategy(2, 1, process_group_backend="gloo", timeout=MEETING)
-    if way == "tensor":
-        return ModelParallelStrategy(1, 2, process_group_backend="gloo", timeout=MEETING)
+    shape = {"fsdp2": (2, 1), "fsdp2_full": (2, 1), "tensor": (1, 2), "mesh": (2, 2)}.get(way)
+    if shape is not None:
+        return ModelParallelStrategy(
+            *shape,
+            save_distributed_checkpoint=way != "fsdp2_full",
+            process_group_backend="gloo",
+            timeout=MEETING,
+        )
     options = {
         "find_unused": {"find_unused_parameters": True},
         "static_graph": {"static_graph": True},
@@ -152,10 +195,11 @@ def fit(way: str, hurt: bool) -> tuple[L.Trainer, Sink]:
     suite: list[L.Callback] = [LeaveOut()]
     if hurt:
         suite = [NonFiniteTracer(), RankTelemetry(2), response, Rollback(every_n_steps=5)]
+        suite += [RankOutlierDetector()] if way == "mesh" else []
     trainer = L.Trainer(
-        max_steps=STEPS,
+        max_steps=steps_of(way),
         accelerator="cpu",
-        devices=2,
+        devices=ranks_of(way),
         strategy=strategy_of(way),
         accumulate_grad_batches=ACCUMULATE.get(way, 1),
         logger=False,
@@ -167,8 +211,7 @@ def fit(way: str, hurt: bool) -> tuple[L.Trainer, Sink]:
     )
     context, sink = context_of(trainer), Sink()
     context.journal = sink
-    data_rank = 0 if way == "tensor" else trainer.global_rank
-    trainer.fit(Walk(way, hurt), Sequences(data_rank))
+    trainer.fit(Walk(way, hurt), Sequences(data_rank(way, trainer.global_rank)))
     return trainer, sink
 
 
@@ -179,6 +222,16 @@ def bits(trainer: L.Trainer) -> list[Tensor]:
         state = trainer.optimizers[0].state.get(parameter, {})
         found += [local(t.detach()).clone() for t in (parameter, *(state[k] for k in sorted(state)))]
     return found
+
+
+def lies_where_it_says(parameter: Tensor) -> bool:
+    """Whether this rank's part is that of the whole tensor at the place that checkpoints and bundles note."""
+    place = private.shard_place(parameter)
+    if place is None:
+        return True
+    whole, mine = parameter.full_tensor(), local(parameter)  # type: ignore[attr-defined]
+    at = tuple(slice(o, o + n) for o, n in zip(place[1], mine.shape, strict=True))
+    return place[0] == list(whole.shape) and torch.equal(whole[at], mine)
 
 
 def run(way: str) -> dict[str, Any]:
@@ -199,6 +252,7 @@ def run(way: str) -> dict[str, Any]:
         "loss": sink.steps()[0]["loss"],
         "grad_norm": sink.steps()[0]["grad_norm"],
         "true_norm": witness.norm,
+        "placed": all(map(lies_where_it_says, trainer.lightning_module.parameters())),
         "hardware": [e["counters"] for e in sink.named("infra.hardware")],
         "update_norm": [e["update_norm"] for e in sink.steps()][3],
         "step": trainer.global_step,
@@ -211,49 +265,96 @@ class Stop(L.Callback):
             raise InterruptedError
 
 
-def resume(way: str, folder: Path) -> dict[str, Any]:
-    """Interrupted after step 11, and taken up by a new Trainer from the checkpoint of step 10."""
-    reference, _ = fit(way, hurt=False)
+class FarBack(L.Callback):
+    """Goes back once, from step 16 to before any snapshot in memory: to the checkpoint of step 10."""
 
-    def part(*extra: L.Callback) -> L.Trainer:
+    gone = False
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == ALWAYS - 1 and not self.gone:
+            self.gone = True
+            rollback = next(c for c in trainer.callbacks if isinstance(c, Rollback))  # type: ignore[attr-defined]
+            rollback.request(
+                trainer, before_step=11, action=Action.ROLLBACK_REPLAY, incident=0, reason="a drill", exclude=()
+            )
+
+
+def resume(way: str, folder: Path) -> dict[str, Any]:
+    """Interrupted after step 11, taken up by a new Trainer from the checkpoint of step 10; it goes back there once more."""
+    reference, _ = fit(way, hurt=False)
+    run_dir = folder / f"run-{way}"
+
+    def part(*extra: L.Callback, ckpt_path: Path | None = None) -> L.Trainer:
         L.seed_everything(0, verbose=False)
-        suite = [RankTelemetry(), ForensicCheckpoint(5, probation_steps=2, save_on_exception=False)]
+        saver = ForensicCheckpoint(
+            5, probation_steps=2, save_on_exception=False, write_lightning_ckpt=way == "fsdp2_full"
+        )
+        journal = RunJournal(run_dir if ckpt_path is None else folder / f"plain-{way}", report=False)
         trainer = L.Trainer(
-            max_steps=STEPS,
+            max_steps=steps_of(way),
             accelerator="cpu",
-            devices=2,
+            devices=ranks_of(way),
             strategy=strategy_of(way),
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
             use_distributed_sampler=False,
-            callbacks=[CollectiveLimit(), LeaveOut(), *extra, RunJournal(folder / f"run-{way}", report=False), *suite],
+            callbacks=[CollectiveLimit(), CommHook(way), LeaveOut(), *extra, journal, RankTelemetry(), saver],
         )
-        trainer.fit(Walk(way, hurt=False), Sequences(0 if way == "tensor" else trainer.global_rank))
+        trainer.fit(
+            Walk(way, hurt=False),
+            Sequences(data_rank(way, trainer.global_rank)),
+            ckpt_path=ckpt_path,
+            weights_only=False,
+        )
         return trainer
 
     with contextlib.suppress(InterruptedError):
         part(Stop())
-    trainer = part()
-    events = [e for e in iter_events(folder / f"run-{way}", rank=trainer.global_rank) if e["event"] == "run.resumed"]
+    store = CheckpointStore(run_dir / "checkpoints")
+    trainer = part(FarBack(), Rollback(every_n_steps=2, keep=2))
+    events = list(iter_events(run_dir, rank=trainer.global_rank))
     ours, theirs = bits(trainer), bits(reference)
-    return {
+    found = {
         "equal": len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)),
-        "resumed": [e["step"] for e in events],
+        "resumed": [e["step"] for e in events if e["event"] == "run.resumed"],
+        "back": [(e["to_step"], e.get("checkpoint")) for e in events if e["event"] == "action.rollback"],
+        "bad": [e["event"] for e in events if e["event"] in ("checkpoint.failed", "checkpoint.refused")],
+        "verified": [store.verify(path) for path in store.paths()],
         "parts": [list(local(p).shape) for p in trainer.lightning_module.parameters()],
     }
+    if (
+        way == "fsdp2_full"
+    ):  # Lightning's own file, whole weights and moments, as they are found in the step after its load
+        kept = max((p for p in store.paths() if p.name.startswith("step-00000015")), key=lambda p: p.name)
+        loaded, expected = (
+            next(c.kept for c in t.callbacks if isinstance(c, LeaveOut))  # type: ignore[attr-defined]
+            for t in (part(ckpt_path=kept / "lightning.ckpt"), reference)
+        )
+        found["by_lightning"] = [torch.equal(a, b) for a, b in zip(loaded, expected, strict=True)]
+    return found
 
 
 def main() -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    for way in sys.argv[2:] or WAYS:
+    for way in WAYS:
+        if way not in (sys.argv[2:] or WAYS) or ranks_of(way) != int(os.environ["RANKS"]):
+            continue
         result = run(way)
-        if way in ("fsdp2", "tensor"):
+        if way in RESUMED:
             result["resume"] = resume(way, Path(sys.argv[1]))
         (Path(sys.argv[1]) / f"{way}-{torch.distributed.get_rank()}.json").write_text(json.dumps(result, default=str))
 
 
+def launch() -> int:
+    for ranks in sorted({ranks_of(way) for way in sys.argv[2:] or WAYS}):
+        os.environ["RANKS"] = str(ranks)
+        if fork_ranks(ranks, main):
+            return 1
+    return 0
+
+
 if __name__ == "__main__":
-    sys.exit(fork_ranks(2, main))
+    sys.exit(launch())

@@ -135,7 +135,9 @@ def _path(
     told: int | None = None  # where the newest line about going back says that training goes on
     for event in events:
         name, step = event["event"], event["step"]
-        if name == "run.resumed":
+        if name == "run.started":
+            told = 0  # from the beginning, unless a line after it says otherwise
+        elif name == "run.resumed":
             told = event["checkpoint_step"]
             resumed.append(event)
         elif name == "action.rollback":

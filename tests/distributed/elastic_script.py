@@ -224,7 +224,8 @@ def main() -> None:
     suite = lightning_sentinel.default_callbacks(arguments.folder, policy=arguments.policy)
     suite[0].report = False  # type: ignore[attr-defined]
     saver = ForensicCheckpoint(every_n_steps=arguments.every, probation_steps=1, save_on_exception=False)
-    torch.manual_seed(arguments.seed + 7 * attempt)
+    # other weights in each start that has something to go on from; before the first checkpoint it is the same run again
+    torch.manual_seed(arguments.seed + (7 * attempt if any(arguments.folder.glob("checkpoints/step-*")) else 0))
     module = Net()
     sources = [Points("a", arguments.samples), Points("b", arguments.samples)]
     trainer = L.Trainer(

@@ -1,31 +1,33 @@
-"""Four processes, each of them hurt in turn in seven ways: all ranks name the same culprit at the same step, in time.
-
-Two of the four are hurt in turn by default, the first and one in the middle; ``SENTINEL_ALL_RANKS=1`` takes all four.
-"""
+"""Four processes, each of them hurt in turn in eight ways: all ranks name the same culprit at the same step, in time."""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from distributed_kit import run_script
+from elastic_job import read
 
 SCRIPT = Path(__file__).with_name("distributed_four_ranks.py")
 LOSS_40, FORWARD, BACKWARD, UNSUPERVISED, WEIGHTS, CURSOR, SLOW, SLOW_STEPS = 43, 69, 95, 121, 147, 173, 199, 28
-RANKS = range(4)
-BAD = RANKS if os.environ.get("SENTINEL_ALL_RANKS") else (0, 2)
+RAISES = 3
+RANKS = BAD = range(4)
 
 Results = dict[int, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """By bad rank, what each rank wrote; all fits in one launch, none of whose collectives took 60 s."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("four")
-    run_script(SCRIPT, folder, *BAD)
+    run_script(SCRIPT, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> Results:
+    """By bad rank, what each rank wrote; all fits in one launch, none of whose collectives took 60 s."""
     return {bad: [json.loads((folder / f"bad-{bad}-rank-{r}.json").read_text()) for r in RANKS] for bad in BAD}
 
 
@@ -45,7 +47,7 @@ def ranks_found(incident: dict[str, Any], kind: str) -> list[int]:
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(960)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("bad", BAD)
 def test_all_ranks_tell_the_same_story_and_end_with_the_same_weights(results: Results, bad: int) -> None:
     first, *others = results[bad]
@@ -131,3 +133,35 @@ def test_the_slow_rank_is_told_from_those_that_wait_for_it(results: Results, bad
 def test_whoever_was_hurt_the_weights_are_the_same(results: Results) -> None:
     """The same three updates were left out of each run, and everything else came in exactly."""
     assert len({result["end"] for ranks in results.values() for result in ranks}) == 1
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("bad", BAD)
+def test_a_rank_that_raises_is_its_own_cause_and_the_others_say_so(folder: Path, bad: int) -> None:
+    """Its traceback is its own, and in its journal before anything collective; the others stop in time and name it."""
+    run = folder / f"raises-{bad}"
+    [raised] = [e for e in read(run, bad) if e["event"] == "exception"]
+    assert (raised["step"], raised["type"], raised["message"]) == (RAISES, "LookupError", f"boom on rank {bad}")
+    assert raised["frames"][-1].endswith("training_step")
+    own = (run / f"traceback-{bad}.txt").read_text()
+    assert own.rstrip().endswith(f"LookupError: boom on rank {bad}")
+    assert not [e for e in read(run, bad) if e["event"] == "infra.event"]  # it was not missing anybody
+    for other in set(RANKS) - {bad}:
+        events = read(run, other)
+        [failed] = [e for e in events if e["event"] == "exception"]
+        assert raised["time"] <= failed["time"] < raised["time"] + 60
+        [lost] = [e for e in events if e["event"] == "infra.event"]
+        assert (lost["kind"], lost["step"]) == ("lost_rank", RAISES)
+        assert lost["text"] == f"rank {bad} raised LookupError at step {RAISES} (boom on rank {bad})"
+        assert f"lightning-sentinel: {lost['text']}" in (run / f"traceback-{other}.txt").read_text()
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(1800)
+def test_rows_gathered_in_two_stages_are_the_same_to_the_bit(folder: Path) -> None:
+    """The fit in which rank 3 is hurt gathers by pairs, and ends as the others do."""
+    for rank in RANKS:
+        found = json.loads((folder / f"gather-{rank}.json").read_text())
+        assert (found["equal"], found["bytes"]) == (True, 4 * 112)
+        assert found["refused"].startswith("RankTelemetry: gather_within is 3, which does not divide the 4 ranks.")

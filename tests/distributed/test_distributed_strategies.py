@@ -11,9 +11,15 @@ from distributed_kit import run_script
 
 SCRIPT = Path(__file__).with_name("distributed_strategies.py")
 ONCE, AGAIN, ALWAYS, STEPS = 7, 12, 16, 20
+LOUD = 21
 WAYS = (
-    "plain", "find_unused", "static_graph", "no_sync", "bucket_view", "fp16_hook", "own_hook", "fsdp2", "tensor",
+    "plain", "find_unused", "static_graph", "no_sync", "bucket_view", "fp16_hook", "own_hook", "power_sgd",
+    "fsdp2", "fsdp2_full", "tensor", "mesh",
 )  # fmt: skip
+RESUMED = ("power_sgd", "fsdp2", "fsdp2_full", "tensor", "mesh")
+
+# where ranks of one replica compute the same loss
+BAD = {"tensor": [0, 1], "mesh": [2, 3]}
 
 Results = dict[str, list[dict[str, Any]]]
 
@@ -22,7 +28,11 @@ Results = dict[str, list[dict[str, Any]]]
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("ways")
     run_script(SCRIPT, folder, *WAYS)
-    return {way: [json.loads((folder / f"{way}-{rank}.json").read_text()) for rank in (0, 1)] for way in WAYS}
+    return {way: [json.loads((folder / f"{way}-{rank}.json").read_text()) for rank in ranks_of(way)] for way in WAYS}
+
+
+def ranks_of(way: str) -> range:
+    return range(4 if way == "mesh" else 2)
 
 
 @pytest.mark.distributed
@@ -31,43 +41,63 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 def test_two_rollbacks_and_a_skip_leave_what_an_undisturbed_fit_leaves(results: Results, way: str) -> None:
     """Weights and moments bit for bit; every collective within 60 s, also while triage replays steps."""
     for result in results[way]:
-        assert (result["equal"], result["finite"], result["step"]) == (True, True, STEPS)
-        assert result["not_applied"] == {
+        assert (result["equal"], result["finite"], result["placed"]) == (True, True, True)
+        assert result["step"] == (STEPS + 5 if way == "mesh" else STEPS)
+        expected = {
             str(ONCE): [False, True, True],  # once more after the first rollback, and after the second
             str(AGAIN): [False, True],
             str(ALWAYS): [False],
         }
+        assert result["not_applied"] == expected | ({str(LOUD): [False, True]} if way == "mesh" else {})
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("way", WAYS)
-def test_each_nan_is_found_and_traced_alike_on_both_ranks(results: Results, way: str) -> None:
-    ours, theirs = results[way]
-    assert ours["incidents"] == theirs["incidents"]
-    once, again, always = ours["incidents"]
+def test_each_nan_is_found_and_traced_alike_on_all_ranks(results: Results, way: str) -> None:
+    ours, *others = results[way]
+    assert all(theirs["incidents"] == ours["incidents"] for theirs in others)
+    once, again, always = ours["incidents"][:3]
     assert [i["opened_step"] for i in (once, again, always)] == [ONCE, AGAIN, ALWAYS]
     for incident in (once, again):
         assert [a["action"] for a in incident["actions"]] == ["rollback_replay"]
         assert incident["verdict"]["kind"] == "infrastructure"
-        assert "rank:1" in incident["verdict"]["culprits"]
+        assert f"rank:{BAD.get(way, [1])[0]}" in incident["verdict"]["culprits"]
+        (nan,) = [f for f in incident["findings"] if f["kind"] == "nonfinite_loss"]
+        assert nan["ranks"] == BAD.get(way, [1])
     assert [a["action"] for a in always["actions"]] == ["skip_step"]
     assert always["verdict"]["kind"] == "numerics"
     assert always["verdict"]["evidence"]["operator"] == "aten.div.Tensor"
     assert {i["status"] for i in ours["incidents"]} == {"recovered"}
     # One replica of two ranks makes its NaN on both.
-    assert ("Of 2 ranks only on rank 1." in always["verdict"]["sentence"]) == (way != "tensor")
+    only = {"tensor": "step", "mesh": "Of 4 ranks only on ranks 2, 3."}.get(way, "Of 2 ranks only on rank 1.")
+    assert only in always["verdict"]["sentence"]
+
+
+@pytest.mark.distributed
+def test_on_a_mesh_the_replica_is_named_by_its_first_rank(results: Results) -> None:
+    """Two replicas of two tensor-parallel ranks each: the loss of the second is 40, once, on both of its ranks."""
+    for result in results["mesh"]:
+        loud = result["incidents"][3]
+        (outlier,) = [f for f in loud["findings"] if f["kind"] == "rank_outlier"]
+        assert (loud["opened_step"], outlier["ranks"], outlier["culprits"]) == (LOUD, [2], ["rank:2"])
+        assert loud["verdict"]["kind"] == "infrastructure"
+        assert "rank:2" in loud["verdict"]["culprits"]
+        assert len(result["incidents"]) == 4
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("way", WAYS)
 def test_the_record_counts_each_token_and_each_gradient_once(results: Results, way: str) -> None:
     """Two ranks of one tensor-parallel replica compute one batch; parts of a gradient and what lies on both count once."""
-    ours, theirs = results[way]
+    ours, theirs = results[way][0], results[way][-1]
     batch = 8 * 16  # samples, tokens
     assert ours["tokens"]["0"] == batch * {"tensor": 1, "no_sync": 6}.get(way, 2)
     assert ours["grad_norm"] == pytest.approx(ours["true_norm"], rel=1e-6 if way != "fp16_hook" else 1e-4)
-    first, second = ours["rank_losses"]
+    losses = ours["rank_losses"]
+    first, second = losses[0], losses[-1]
     assert (first == second) == (way == "tensor")
+    if way == "mesh":
+        assert losses == [first, first, second, second]
     assert ours["loss"] == pytest.approx((first + second) / 2, rel=1e-6)
     assert theirs["rank_losses"] == ours["rank_losses"]
 
@@ -86,13 +116,30 @@ def test_hardware_counters_are_read_on_every_rank_when_an_incident_opens(results
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("way", ["fsdp2", "tensor"])
-def test_sharded_parameters_are_taken_up_again_exactly(results: Results, way: str) -> None:
-    """By new Trainers, from the sharded checkpoint of step 10, after an interruption at step 12."""
+@pytest.mark.parametrize("way", RESUMED)
+def test_divided_state_is_taken_up_again_exactly_and_gone_back_to_on_disk(results: Results, way: str) -> None:
+    """Taken up by new Trainers, from the checkpoint of step 10, after an interruption at step 12; and at step 15 put in place
+    from that checkpoint once more, because no snapshot in memory is as old. Parts of weights and moments; PowerSGD's memory.
+    """
     for rank, result in enumerate(results[way]):
-        assert (result["resume"]["equal"], result["resume"]["resumed"]) == (True, [10])
-        parts = result["resume"]["parts"]
-        if way == "fsdp2":
+        found = result["resume"]
+        assert (found["equal"], found["resumed"], found["back"]) == (True, [10], [[10, "step-00000010"]])
+        assert found["bad"] == []
+        assert len(found["verified"]) >= 3
+        assert not any(found["verified"])
+        parts = found["parts"]
+        if way.startswith("fsdp2"):
             assert parts[0] == [(16, 15)[rank], 32]  # of 31 rows
-        else:
+        elif way == "tensor":
             assert parts[7:9] == [[32, 32], [32]]  # of 64 columns
+        elif way == "mesh":
+            assert parts[0] == [(16, 15)[rank // 2], 32]
+            assert parts[7:9] == [[16, 32], [16]]  # of 64 columns, of which each replica has half, again half
+
+
+@pytest.mark.distributed
+def test_lightnings_own_file_of_whole_weights_lies_beside_and_is_complete(results: Results) -> None:
+    """``save_distributed_checkpoint=False``: all weights and moments in one file, as a plain resume from it finds them."""
+    for result in results["fsdp2_full"]:
+        equal = result["resume"]["by_lightning"]
+        assert (len(equal), all(equal)) == (4 * 7, True)  # each parameter with two moments and a count

@@ -7,6 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from distributed_kit import run_script
+from distributed_reshard import STARTS
 from elastic_job import agent_command, read, run
 from elastic_script import Points
 from hypothesis import given, settings
@@ -92,3 +94,28 @@ def test_four_ranks_then_two_then_three(tmp_path: Path) -> None:
     parameters = [w[:176] + w[-17:] for w in weights]  # without BatchNorm's own statistics, which differ by rank
     assert parameters[0] == parameters[1] == parameters[2]
     assert CheckpointStore(tmp_path / "checkpoints").newest_verified(known_good=False) is not None
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(600)
+def test_divided_weights_are_divided_anew_for_two_then_four_then_two_ranks_then_one(tmp_path: Path) -> None:
+    """FSDP2's parts of weights and moments, bit for bit those of the checkpoint; samples and losses as on one rank."""
+    run_script(Path(__file__).with_name("distributed_reshard.py"), tmp_path)
+    seen = {
+        (ranks, end): [json.loads((tmp_path / f"divided-{ranks}-{end}-{r}.json").read_text()) for r in range(ranks)]
+        for ranks, end in STARTS
+    }
+    for first, second in pairwise(STARTS):
+        cut = str(first[1] - 1)  # the step of the checkpoint
+        assert {next(iter(s)) for s in seen[second]} == {cut}
+        assert {s[cut] for s in (*seen[first], *seen[second])} == {seen[first][0][cut]}
+
+    lines = [e for r in range(4) for e in read(tmp_path / "divided", r)]
+    assert not [e for e in lines if e["event"] in ("checkpoint.refused", "checkpoint.failed", "exception")]
+    alone = {e["step"]: e for e in read(tmp_path / "alone", 0) if e["event"] == "step"}
+    for step in range(24):
+        newest = max(e["attempt"] for e in lines if e["event"] == "step" and e["step"] == step)
+        rows = [e for e in lines if e["event"] == "step" and (e["step"], e["attempt"]) == (step, newest)]
+        assert [sample for row in rows for sample in row["sample_ids"]] == alone[step]["sample_ids"]
+        # sums in another order: no more than that
+        assert rows[0]["loss"] == pytest.approx(alone[step]["loss"], rel=1e-4)
