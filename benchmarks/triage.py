@@ -5,7 +5,8 @@ detectors see what they see, and the verdict of the first incident is compared w
 *Right* is the kind, every culprit (of several guilty samples at least half) and nobody innocent. *Undetermined* is a verdict
 that accuses nobody, or no incident at all (*missed*). *Wrong* is any other, also one that was taken back later.
 
-Run it with ``python benchmarks/triage.py [--seeds 0 1 2] [--ranks 1 2] [--faults NAME ...] [--json FILE]``.
+Run it with ``python benchmarks/triage.py [--seeds 0 1 2] [--ranks 1 2] [--faults NAME ...] [--json FILE] [--keep
+FILE]``; with ``--keep`` a run that was ended goes on where it was.
 """
 
 from __future__ import annotations
@@ -79,25 +80,61 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+Case = tuple[str, int, int]  # fault, seed, ranks
+
+
+def kept_outcomes(keep: Path | None) -> dict[Case, dict[str, Any]]:
+    """What an earlier run has put down in this file, and in the one beside it, which its two ranks were writing to."""
+    found: dict[Case, dict[str, Any]] = {}
+    for file in () if keep is None else (keep, part_of(keep)):
+        for line in file.read_text().splitlines() if file.exists() else ():
+            outcome = json.loads(line)
+            found[outcome["name"], outcome["seed"], outcome["ranks"]] = outcome
+    return found
+
+
+def part_of(keep: Path) -> Path:
+    return keep.with_name(f"{keep.name}.part")
+
+
 def measure(
-    names: Sequence[str] | None, seeds: Sequence[int], ranks: Sequence[int], progress: bool = True
+    names: Sequence[str] | None,
+    seeds: Sequence[int],
+    ranks: Sequence[int],
+    progress: bool = True,
+    keep: Path | None = None,
 ) -> dict[str, Any]:
-    """Run the matrix; one-rank cases in this process, two-rank cases in two of their own."""
+    """Run the matrix; one-rank cases in this process, two-rank cases in two of their own, all of them one after the other.
+
+    Args:
+        names: Faults; None for all.
+        seeds: Seeds.
+        ranks: Numbers of ranks.
+        progress: Show it.
+        keep: Outcomes are put down here as they come, and cases that it holds already are not run again.
+    """
     cases = [c for c in plan(names, seeds) if c[2] in ranks]
-    outcomes: list[dict[str, Any]] = []
+    known = kept_outcomes(keep)
+    if keep is not None:
+        keep.write_text("".join(json.dumps(o, default=str) + "\n" for o in known.values()))
+        part_of(keep).unlink(missing_ok=True)
     started = time.perf_counter()
-    for i, (name, seed, _) in enumerate(c for c in cases if c[2] == 1):
-        outcomes.append(run_case(name, seed, 1).to_dict())
+    for i, case in enumerate(c for c in cases if c[2] == 1 and c not in known):
+        known[case] = run_case(*case).to_dict()
+        if keep is not None:
+            with keep.open("a") as lines:
+                lines.write(json.dumps(known[case], default=str) + "\n")
         if progress:
-            done = f"{i + 1}/{len(cases)} {name} seed {seed}: {outcomes[-1]['outcome']}"
+            done = f"{i + 1}/{len(cases)} {case[0]} seed {case[1]}: {known[case]['outcome']}"
             print(f"\r{done:<70}{time.perf_counter() - started:6.0f} s", end="", file=sys.stderr, flush=True)
-    together = [(name, seed) for name, seed, r in cases if r == 2]
+    together = [(name, seed) for name, seed, r in cases if r == 2 and (name, seed, r) not in known]
     if together:
         with tempfile.TemporaryDirectory() as folder:
-            outcomes += run_together(together, Path(folder) / "outcomes.jsonl")
+            file = Path(folder) / "outcomes.jsonl" if keep is None else part_of(keep)
+            known |= {(o["name"], o["seed"], o["ranks"]): o for o in run_together(together, file)}
     if progress:
         print(file=sys.stderr)
-    return summary(outcomes)
+    return summary([known[c] for c in cases])
 
 
 def main() -> None:
@@ -105,10 +142,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], choices=[1, 2])
     parser.add_argument("--faults", nargs="+", choices=sorted(FAULTS))
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write the numbers to this file too")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FILE", help="put outcomes down here, and go on from those it holds"
+    )
     arguments = parser.parse_args()
     quiet()
-    found = measure(arguments.faults, arguments.seeds, arguments.ranks)
+    found = measure(arguments.faults, arguments.seeds, arguments.ranks, keep=arguments.keep)
     print(table(found))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(found, indent=1, default=str))
