@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 
 from .context import context_of
 from .incidents import Finding
-from .limits import CHOICES
 from .record import SIGNAL_INDEX
 from .state.lightning_private import scaler_of
 from .state.transfer import Transfer, read_now
@@ -37,7 +36,6 @@ from .triage.window import StepWindow, ensure_capture, restore_buffers
 
 log = logging.getLogger("lightning_sentinel")
 
-SYNC = CHOICES["RankTelemetry"]["sync"]
 
 LOSS, WEIGHT = SIGNAL_INDEX["loss_nats"], SIGNAL_INDEX["supervised_tokens"]
 BAD_LOSS, NORM, INVALID = (SIGNAL_INDEX[n] for n in ("nonfinite_loss", "grad_norm", "invalid_batch"))

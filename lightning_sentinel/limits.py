@@ -8,8 +8,9 @@ Example:
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +60,7 @@ class Limit:
 
 
 def check_limits(owner: str, values: Mapping[str, Any]) -> None:
-    """Check the numbers that ``owner`` was given.
+    """Check the numbers and the words that ``owner`` was given.
 
     Args:
         owner: Key of :data:`LIMITS`; the message begins with it.
@@ -79,6 +80,22 @@ def check_limits(owner: str, values: Mapping[str, Any]) -> None:
         if not limit.allows(value, values):
             none = " or None" if limit.optional else ""
             raise ValueError(f"{owner}: {name} must be {limit.words(values)}{none}, found {value!r}.")
+    for name, words in CHOICES.get(owner, {}).items():
+        if name in values and values[name] not in words:
+            raise ValueError(
+                f"{owner}: {name} is {values[name]!r}, expected one of {', '.join(words)}.{nearest(values[name], words)}"
+            )
+
+
+def nearest(name: object, valid: Sequence[str]) -> str:
+    """The end of an error message: the valid name that was meant, or nothing.
+
+    Example:
+        >>> nearest("recver", ("observe", "guard", "recover"))
+        " Nearest valid name: 'recover'."
+    """
+    close = difflib.get_close_matches(str(name), valid, n=1, cutoff=0.4)
+    return f" Nearest valid name: {close[0]!r}." if close else ""
 
 
 def _value(edge: Edge, values: Mapping[str, Any]) -> float:

@@ -201,7 +201,7 @@ class Policy:
         budgets = dict(DEFAULT_BUDGETS)
         for name, count in self.budgets.items():
             if count < 0:
-                raise ValueError(f"policy: budgets[{name!r}] is {count}, expected 0 or more.")
+                raise ValueError(f"policy: budgets[{str(name)!r}] must be at least 0, found {count}.")
             budgets[_action(name, "budgets")] = count
         object.__setattr__(self, "ladders", ladders)
         object.__setattr__(self, "budgets", budgets)

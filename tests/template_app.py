@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 TRAIN = '''
+import hashlib
 import json
 from pathlib import Path
 
@@ -44,6 +45,7 @@ def main(cfg):
         "callbacks": [type(c).__name__ for c in trainer.callbacks],
         "package": lightning_sentinel.__file__,
         "plugin": plugin.__file__,
+        "weights": hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest(),
     }
     Path(cfg.paths.output_dir, "result.json").write_text(json.dumps(result))
 

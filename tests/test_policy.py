@@ -147,7 +147,7 @@ def test_overrides() -> None:
         ({"ladders": {"numerics/steps": ["stop"]}}, "no case 'numerics/steps'. Nearest valid name: 'numerics/step'"),
         ({"ladders": {"data/cursor": ["rolback_replay"]}}, "Nearest valid name: 'rollback_replay'"),
         ({"ladders": {"data/cursor": []}}, "is empty, expected at least one action"),
-        ({"budgets": {"stop": -1}}, r"budgets\['stop'\] is -1, expected 0 or more"),
+        ({"budgets": {"stop": -1}}, r"budgets\['stop'\] must be at least 0, found -1"),
         ({"budget_steps": 0}, "budget_steps is 0, expected at least 1"),
     ],
 )

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..data.identity import IGNORE_INDEX, Part, SampleIdFn, has_own_ids, is_integer, parts, sample_ids
 from ..data.seen import SeenSamples
 from ..incidents import Finding, FindingKind, Severity
-from ..limits import CHOICES, check_limits
+from ..limits import check_limits
 from .base import SentinelCallback, apply_quarantine, ledger_of
 
 NAMED = 8  # samples written out in a message
@@ -97,8 +97,6 @@ class BatchValidator(SentinelCallback):
             raise ValueError(
                 f"ignore_index is {ignore_index}, a token of the vocabulary of {vocabulary_size}; expected a value outside it"
             )
-        if repeats not in CHOICES["BatchValidator"]["repeats"]:
-            raise ValueError(f"repeats is {repeats!r}, expected 'report' or 'allow'")
         self.vocabulary_size = vocabulary_size
         self.ignore_index = ignore_index
         self.sample_id_fn = sample_id_fn

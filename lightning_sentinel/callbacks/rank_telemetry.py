@@ -27,7 +27,7 @@ from ..distributed.mesh import replicas_of, speaks_for_unit
 from ..distributed.waiting import Waiting
 from ..incidents import Finding, Severity
 from ..journal import Journal
-from ..lag import SYNC, Facts, Lag
+from ..lag import Facts, Lag
 from ..limits import check_limits
 from ..record import SIGNAL_INDEX, SIGNALS, SOURCE_LOSS, SOURCE_TOKENS, StepRecord, source_signals
 from ..state.lightning_private import collective_timeout, scaler_of, train_loaders
@@ -168,8 +168,6 @@ class RankTelemetry(SentinelCallback):
         self.token_count_fn = token_count_fn
         self.sample_id_fn = sample_id_fn
         self.sources = sources
-        if sync not in SYNC:
-            raise ValueError(f"RankTelemetry: sync is {sync!r}, expected one of {', '.join(SYNC)}.")
         self.sync = sync
         self.gather_within = gather_within
         self._stages: TwoStages | None = None

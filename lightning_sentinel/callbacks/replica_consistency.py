@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..collectives import gather_flat
 from ..incidents import Finding, FindingKind
-from ..limits import CHOICES, check_limits
+from ..limits import check_limits
 from ..record import StepRecord
 from ..state import lightning_private as private
 from ..state.fingerprint import Difference, differences, digest, fingerprints
@@ -23,7 +23,6 @@ from .base import SentinelCallback, gather_objects, needs_telemetry
 
 log = logging.getLogger("lightning_sentinel")
 
-BUFFERS = CHOICES["ReplicaConsistency"]["buffers"]
 AGAIN = 10  # steps until the next look while the replicas differ: fewer than the probation of an incident
 SYNCHRONISED = 3  # changes of a buffer that all replicas made alike, after which it is taken for synchronised
 NAMED = 8  # tensors named in a finding, and compared by value
@@ -86,8 +85,6 @@ class ReplicaConsistency(SentinelCallback):
 
     def __init__(self, every_n_steps: int = 25, buffers: str = "auto", optimizer: bool = True) -> None:
         check_limits("ReplicaConsistency", locals())
-        if buffers not in BUFFERS:
-            raise ValueError(f"ReplicaConsistency: buffers is {buffers!r}, expected one of {', '.join(BUFFERS)}.")
         self.every_n_steps, self.buffers, self.optimizer = every_n_steps, buffers, optimizer
         self.equal_step: int | None = None
         self.local_buffers: set[str] = set()

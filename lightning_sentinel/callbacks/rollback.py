@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from ..incidents import Action
-from ..limits import CHOICES, check_limits
+from ..limits import check_limits
 from ..state import lightning_private as private
 from ..state.snapshot import (
     Snapshot,
@@ -87,8 +87,6 @@ class Rollback(SentinelCallback):
 
     def __init__(self, every_n_steps: int = 25, keep: int = 2, retry: bool = True, cursor: str = "auto") -> None:
         check_limits("Rollback", locals())
-        if cursor not in CHOICES["Rollback"]["cursor"]:
-            raise ValueError(f"Rollback: cursor must be 'auto' or 'require', found {cursor!r}.")
         self.every_n_steps = every_n_steps
         self.keep = keep
         self.retry = retry

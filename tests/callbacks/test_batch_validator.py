@@ -394,7 +394,7 @@ def test_ids_of_a_function() -> None:
     [
         ({"vocabulary_size": 0}, "vocabulary_size must be at least 1 or None, found 0"),
         ({"vocabulary_size": 10, "ignore_index": 0}, "ignore_index is 0, a token of the vocabulary of 10; expected"),
-        ({"repeats": "never"}, "repeats is 'never', expected 'report' or 'allow'"),
+        ({"repeats": "never"}, "repeats is 'never', expected one of report, allow"),
         ({"max_remembered": 0}, "max_remembered must be at least 2, found 0"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from lightning.pytorch.callbacks import (
     Timer,
 )
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
 from sentinel_kit import Loader, Net, same_bits, weights
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -75,23 +78,40 @@ class Logged(Net):
         return loss
 
 
-@pytest.mark.parametrize("profiler", ["simple", "advanced"])
+PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler}
+
+
+class Shown(L.Callback):
+    """What the rich bar shows of the suite, batch after batch."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        bar = trainer.progress_bar_callback
+        assert isinstance(bar, RichProgressBar)
+        assert bar.is_enabled
+        self.lines.append(str(getattr(bar, "_metric_component")._metrics.get("sentinel")))  # noqa: B009
+
+
+@pytest.mark.parametrize("profiler", PROFILERS)
 def test_beside_lightnings_own_callbacks_and_profilers(tmp_path: Path, profiler: str) -> None:
     def own(where: str) -> list[L.Callback]:
         return [
             ModelCheckpoint(tmp_path / where, monitor="loss", save_top_k=2, every_n_train_steps=10),
             EarlyStopping("loss", patience=1000, check_on_train_epoch_end=False),
             LearningRateMonitor("step"),
-            DeviceStatsMonitor(cpu_stats=False),
+            DeviceStatsMonitor(cpu_stats=True),
             Timer("00:01:00:00"),
             RichProgressBar(),
         ]
 
     def logged(where: str) -> dict[str, Any]:
+        where_to = where.removesuffix("-logs")
         return {
             "logger": CSVLogger(tmp_path / where),
             "log_every_n_steps": 5,
-            "profiler": profiler,
+            "profiler": PROFILERS[profiler](tmp_path / where_to, "profile"),
             "enable_progress_bar": True,
         }
 
@@ -99,12 +119,13 @@ def test_beside_lightnings_own_callbacks_and_profilers(tmp_path: Path, profiler:
     bare = Logged()
     without, _ = fit(tmp_path, bare, Loader(), *own("bare"), suite=False, **logged("bare-logs"))
     torch.manual_seed(0)
-    watched = Logged()
+    watched, shown = Logged(), Shown()
     trainer, journal = fit(
         tmp_path,
         watched,
         Loader(),
         *own("watched"),
+        shown,
         fault=TransientNan(step=23, target="first"),
         **logged("watched-logs"),
     )
@@ -116,11 +137,42 @@ def test_beside_lightnings_own_callbacks_and_profilers(tmp_path: Path, profiler:
     files = [sorted(f.name for f in (tmp_path / where).glob("*.ckpt")) for where in ("watched", "bare")]
     assert files[0] == files[1]
     assert len(files[0]) == 2
-    rates = [
-        [row["lr-AdamW"] for row in t.logger.experiment.metrics if "lr-AdamW" in row]  # type: ignore[union-attr]
-        for t in (trainer, without)
-    ]
+    rows = []
+    for t in (trainer, without):
+        with (Path(t.log_dir or "") / "metrics.csv").open() as file:
+            rows.append([{key: value for key, value in row.items() if value} for row in csv.DictReader(file)])
+    rates = [[row["lr-AdamW"] for row in logged if "lr-AdamW" in row] for logged in rows]
     assert rates[0] == rates[1]
+    assert len(rates[0]) == STEPS // 5
+    # Each of them has really been at work, with the suite as without it.
+    for logged_rows in rows:
+        stats = {key for row in logged_rows for key in row if key.startswith("DeviceStatsMonitor.on_train_batch_")}
+        assert {key.rpartition("/")[2].rpartition(".")[2] for key in stats} >= {"cpu_percent", "cpu_vm_percent"}
+    for where in ("watched", "bare"):
+        (profile,) = (tmp_path / where).glob("fit-profile*.txt")
+        assert "run_training_batch" in profile.read_text()
+    assert shown.lines[21] == "ok"
+    assert "1 open (#1), rollback@24" in shown.lines, sorted(set(shown.lines))
+
+
+def test_early_stopping_stops_where_it_would_have(tmp_path: Path) -> None:
+    def own() -> EarlyStopping:
+        return EarlyStopping("loss", patience=2, min_delta=100.0, check_on_train_epoch_end=True)
+
+    stopping, alone = own(), own()
+    torch.manual_seed(0)
+    bare = Logged()
+    without, _ = fit(tmp_path, bare, Loader(samples=32), alone, suite=False, steps=200)
+    torch.manual_seed(0)
+    watched = Logged()
+    trainer, journal = fit(
+        tmp_path, watched, Loader(samples=32), stopping, fault=TransientNan(step=13, target="first"), steps=200
+    )
+    assert trainer.global_step == without.global_step == 24  # three epochs: one to begin with, two without progress
+    assert (stopping.stopped_epoch, stopping.wait_count) == (alone.stopped_epoch, alone.wait_count) == (2, 2)
+    assert torch.equal(stopping.best_score, alone.best_score)
+    assert [line["action"] for line in journal if line["event"] == "action.rollback"] == ["retry_step"]
+    assert same_bits(weights(watched), weights(bare))
 
 
 class Unscheduled(Net):
@@ -130,12 +182,24 @@ class Unscheduled(Net):
 
 def test_stochastic_weight_averaging_is_told_to_stand_in_the_way_and_training_goes_on(tmp_path: Path) -> None:
     # SWA swaps the schedulers in the middle of a run; a rollback could not put that back.
-    module = Unscheduled()
+    def made() -> Unscheduled:
+        torch.manual_seed(4)
+        return Unscheduled()
+
+    module, bare = made(), made()
     rows = [{"x": x, "y": y} for x, y in zip(Loader().x[:64], Loader().y[:64], strict=True)]
     loader = StatefulDataLoader(rows, batch_size=4)  # type: ignore[var-annotated]
+    averaging, alone = StochasticWeightAveraging(1e-3), StochasticWeightAveraging(1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(tmp_path, bare, StatefulDataLoader(rows, batch_size=4), alone, max_epochs=4, steps=-1, suite=False)
     with pytest.warns(UserWarning, match="Rollback is off, training goes on without it"):
-        trainer, journal = fit(tmp_path, module, loader, StochasticWeightAveraging(1e-3), max_epochs=4, steps=-1)
+        trainer, journal = fit(tmp_path, module, loader, averaging, max_epochs=4, steps=-1)
     assert trainer.global_step >= 64
+    # The averaged weights are what they are without the suite.
+    counts = [int(callback.n_averaged) for callback in (averaging, alone)]  # type: ignore[arg-type]
+    assert counts == [2, 2]
+    assert same_bits(weights(module), weights(bare))
     assert {line["applied"] for line in journal if line["event"] == "step"} == {True}
     said = [line for line in journal if "StochasticWeightAveraging" in str(line) and line["event"] != "run.started"]
     assert said, "nothing in the journal says that there is no rollback"

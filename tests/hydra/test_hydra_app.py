@@ -145,29 +145,55 @@ def test_misspelt_key_on_the_command_line_ends_before_training(app: Path) -> Non
     assert not (app.parent.parent / "out" / "result.json").exists()
 
 
+FAULT = (
+    "+callbacks.faults={_target_: lightning_sentinel.FaultInjector, faults:"
+    " [{_target_: lightning_sentinel.faults.TransientNan, step: 6, target: net, rank: 1}]}"
+)
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_processes_started_under_hydra_share_one_run_folder(app: Path) -> None:
-    """Lightning starts the second process with Hydra's command line: it must find the groups and the folder, too."""
+def test_two_processes_started_under_hydra_recover_together(app: Path) -> None:
+    """Lightning starts the second process with Hydra's command line: it must find the groups and the folder, too.
+
+    One rank computes a NaN that does not come again: both go back, and end where a run without it ends.
+    """
+    quiet = ["model.nan_step=-1", "trainer.max_steps=14", "callbacks.run_journal.report=false"]
+    short = ["policy=recover", "callbacks.incident_response.probation_steps=4"]
     done = run_app(
         app,
-        "policy=guard",
+        *quiet[:2],
+        *short,
+        FAULT,
         "trainer.devices=2",
         "+trainer.strategy=ddp",
-        "callbacks.rollback=null",
         "hydra.run.dir=out",
     )
     assert done.returncode == 0, done.stderr
     out = app.parent.parent / "out"
     result = result_of(out)
-    assert (result["steps"], result["finite"]) == (10, True)
-    assert result["callbacks"] == [name for name in SUITE if name != "Rollback"]
+    assert (result["steps"], result["finite"]) == (14, True)
+    assert result["callbacks"] == [*SUITE, "FaultInjector"]
     told = []
     for rank in range(2):
         events = [json.loads(line) for line in (out / "journal" / f"rank-{rank:05d}.jsonl").read_text().splitlines()]
         assert events[0]["event"] == "run.started"
         assert (events[0]["rank"], events[0]["world_size"]) == (rank, 2)
-        told.append([(e["event"], e["step"]) for e in events if e["event"].startswith(("incident.opened", "action."))])
-    assert told[0] == told[1] == [("incident.opened", 5), ("action.skip_step", 5)]
-    assert json.loads((out / "summary.json").read_text())["status"] == "finished"
+        fired = [(e["name"], e["fired"]) for e in events if e["event"] == "fault.injected"]
+        assert fired == ([("transient_nan", 1)] if rank == 1 else [])
+        wanted = ("incident.opened", "incident.closed", "action.retry_step", "action.rollback")
+        told.append([(e["event"], e["attempt"]) for e in events if e["event"] in wanted])
+        (closed,) = [e["incident"] for e in events if e["event"] == "incident.closed"]
+        assert (closed["opened_step"], closed["status"]) == (6, "recovered")
+        assert [action["action"] for action in closed["actions"]] == ["retry_step"]
+        steps = [(e["attempt"], e["step"]) for e in events if e["event"] == "step" and e["applied"]]
+        assert steps == [*((0, n) for n in range(6)), *((1, n) for n in range(6, 14))]
+    assert told[0] == told[1]
+    assert [name for name, _ in told[0]].count("action.rollback") == 1
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["status"], summary["rollbacks"], summary["open_incidents"]) == ("finished", 1, [])
     assert "rank 1" in (out / "report.html").read_text()
+    # Both ranks are given the same batches here, so one process alone comes to the same weights, bit for bit.
+    done = run_app(app, *quiet, "policy=observe", "hydra.run.dir=alone")
+    assert done.returncode == 0, done.stderr
+    assert result_of(app.parent.parent / "alone")["weights"] == result["weights"]

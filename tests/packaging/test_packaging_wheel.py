@@ -1,4 +1,4 @@
-"""What is published: the sdist, the wheel built from it, a plain ``pip install .``; each used from another environment."""
+"""What is published: the sdist, the wheel built from it, ``pip install .`` and ``-e .``; each used elsewhere."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ def sources(of: Path = ROOT) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist and the wheel that was built from the sdist, not from this tree."""
-    folder = tmp_path_factory.mktemp("dist")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what git has of this tree, so that nothing is built within it."""
     tree = tmp_path_factory.mktemp("tree")
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -55,14 +54,22 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if name.startswith(wanted) and (ROOT / name).is_file():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             (tree / name).write_bytes((ROOT / name).read_bytes())
+    return tree
+
+
+@pytest.fixture(scope="module")
+def built(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist and the wheel that was built from the sdist, not from this tree."""
+    folder = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, tree, cwd=folder)
     return folder
 
 
-@pytest.fixture(scope="module")
-def second(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def second(tmp_path: Path) -> Path:
     """A fresh environment that borrows this one's packages, but not the editable installation of this tree."""
-    folder = tmp_path_factory.mktemp("second")
+    folder = tmp_path / "second"
+    folder.mkdir()
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder)
     site = next(folder.glob("lib/python*/site-packages"))
     # Paths in a .pth are appended as they are: the .pth files that lie in them are not read.
@@ -112,6 +119,32 @@ def test_wheel_in_a_second_environment(built: Path, second: Path, tmp_path: Path
     assert "training_step" in page  # the module that the incident's verdict names
     printed = json.loads(run(second / "bin" / "lightning-sentinel", "config", "rollback", "--json", cwd=tmp_path))
     assert [row["path"] for row in printed][:2] == ["callbacks.rollback.every_n_steps", "callbacks.rollback.keep"]
+
+
+def test_an_editable_install_in_a_second_environment(tree: Path, second: Path, tmp_path: Path) -> None:
+    """``pip install -e .``: Hydra finds the groups in the tree, in a multirun of somebody else's application."""
+    python = second / "bin" / "python"
+    # Built by this environment's pip and setuptools, for the other one: it only borrows them.
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python, "install", "--quiet"]
+    run(*pip, "--no-deps", "--no-build-isolation", "--no-index", "-e", tree, cwd=tmp_path)
+    site = next(second.glob("lib/python*/site-packages"))
+    assert not (site / "lightning_sentinel").exists()
+    assert not (site / "hydra_plugins").exists()
+    script = write_app(tmp_path)
+    done = run_app(
+        script,
+        *("-m", "policy=guard,recover", "callbacks.run_journal.report=false", "hydra.sweep.dir=out"),
+        python=python,
+    )
+    assert done.returncode == 0, done.stderr
+    results = [result_of(tmp_path / "out" / str(job)) for job in (0, 1)]
+    for result in results:
+        assert Path(result["package"]) == tree / "lightning_sentinel" / "__init__.py"
+        assert Path(result["plugin"]).is_relative_to(tree / "hydra_plugins")
+        assert result["callbacks"] == [kind.__name__ for kind in ORDER]
+        assert (result["steps"], result["finite"]) == (10, True)
+    printed = json.loads(run(second / "bin" / "lightning-sentinel", "config", "rollback", "--json", cwd=tmp_path))
+    assert printed[0]["path"] == "callbacks.rollback.every_n_steps"
 
 
 def test_pip_install_of_a_source_tree(built: Path, tmp_path: Path) -> None:

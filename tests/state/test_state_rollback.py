@@ -557,7 +557,7 @@ def test_two_fits_on_one_trainer() -> None:
     [
         ({"every_n_steps": 0}, "every_n_steps must be at least 1, found 0"),
         ({"keep": 1}, r"keep must be at least 2 \(one known-good snapshot and one candidate\), found 1"),
-        ({"cursor": "refuse"}, "cursor must be 'auto' or 'require', found 'refuse'"),
+        ({"cursor": "refuse"}, "cursor is 'refuse', expected one of auto, require"),
     ],
 )
 def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
