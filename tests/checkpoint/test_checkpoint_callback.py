@@ -269,17 +269,9 @@ def test_no_usable_checkpoint_is_an_error_with_a_way_out(tmp_path: Path) -> None
     assert module.steps[0][2] == 0
 
 
-@pytest.mark.parametrize(
-    ("shared", "reason"),
-    [
-        ([], "its weights are divided among its ranks; start it with 2 ranks"),
-        (
-            ["model.pt"],
-            "StatefulDataLoader keeps a data position for each rank; start it with 2 ranks, or use a loader",
-        ),
-    ],
-)
-def test_another_number_of_ranks_is_refused(shared: list[str], reason: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared", [[], ["model.pt"]], ids=["weights divided", "weights whole"])
+def test_a_data_position_for_each_rank_is_refused_by_another_number_of_ranks(shared: list[str], tmp_path: Path) -> None:
+    reason = "StatefulDataLoader keeps a data position for each rank; start it with 2 ranks, or use a loader"
     store = store_of(tmp_path)
     pending = store.begin(5)
     for name in ["rank-00000.pt", "rank-00001.pt", *shared]:
