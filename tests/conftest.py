@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from docs_pages import ROOT, Block, documented_by
 
 torch.set_num_threads(1)
 
@@ -29,3 +32,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def quiet_lightning() -> None:
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@pytest.fixture
+def documented(request: pytest.FixtureRequest) -> Iterator[list[Block]]:
+    """The blocks of the documentation that say that this test runs them; each must be taken."""
+    test = f"{Path(request.node.path).relative_to(ROOT)}::{request.node.originalname}"
+    blocks = documented_by(test)
+    assert blocks, f"no page says that {test} runs one of its blocks"
+    yield blocks
+    assert [str(block) for block in blocks if not block.taken] == []

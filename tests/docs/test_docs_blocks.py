@@ -1,110 +1,281 @@
-"""The code blocks and commands of the documentation are run, as far as one process can.
+"""Every command and code block of README, docs and examples is run, and what a page shows of its output is what it prints.
 
-Python runs in the order of the page, in an empty folder. ``<!-- before: ... -->`` above a block holds what the page takes for
-granted (a model, a loader, a file); ``<!-- elsewhere: FILE -->`` names the test that runs what needs several processes or
-minutes. Shell lines are run as they stand, with these changes: the example trains two steps of its smallest model, in this
-process, too few for a fault to strike (tests/faults have each strike); with several processes only its Trainer is built;
-``make`` and ``pip`` lines are checked against what they name, ``torchrun`` and the tools' lines not at all, because running
-them is what CI is. YAML is composed by Hydra, JSON is parsed, ``text`` is output.
+A page runs from its top to its bottom in an empty folder, with ``runs/a`` from the page on the command line and nothing else
+but what the page itself makes. Python and YAML run as they stand; a Trainer in them is quiet and takes eight steps. Commands run as typed,
+with these changes:
+
+- training is made short by further overrides (:data:`SHORT`): a smaller model, and the fault earlier. That the fault strikes is
+  asserted of every command that names one, and what came of it is in the output that the page shows;
+- ``make`` lines are those that ``.ci/run`` itself consists of, which is asserted; so is the fault parade, which ``make demo`` is;
+- benchmarks take few rounds; one more example takes few steps where no fault needs more;
+- what needs an installation, a job of several hosts or a server is run by the test that the page names (:mod:`docs_pages`).
+
+``SENTINEL_DOCS_FULL=1`` trains at full length (half an hour), with the pages' own numbers.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import doctest
+import importlib.util
+import io
 import json
+import logging
+import os
 import re
 import runpy
 import shlex
 import shutil
+import subprocess
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from docs_pages import PAGES, ROOT, Block, blocks, blocks_of, commands, normal, not_shown
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
-from sentinel_kit import Loader, Net
 
 import lightning_sentinel
 from lightning_sentinel import cli
 from lightning_sentinel.config import build_callbacks
+from lightning_sentinel.journal import read_journal
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "examples").glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-BLOCK = re.compile(r"((?:^<!-- \w[^\n]*-->\n)?)^( *)```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
-OUTPUT = {"text"}
-
-
-def blocks(page: Path) -> list[tuple[str, str, str]]:
-    """Comment, language and content of each block."""
-    found = []
-    for comment, indent, language, content in BLOCK.findall(page.read_text()):
-        lines = [line.removeprefix(indent) for line in content.splitlines()]
-        found.append((comment.strip().removeprefix("<!--").removesuffix("-->").strip(), language, "\n".join(lines)))
-    return found
-
-
-def is_shell(language: str, content: str) -> bool:
-    first = content.split("\n", 1)[0].split(" ")[0]
-    commands = ("python", "make", "pip", "lightning-sentinel", "torchrun", ".venv/bin/python", ".venv/bin/ruff")
-    return language in ("bash", "console", "sh") or (not language and first in commands)
-
-
-@pytest.fixture(scope="module")
-def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder with an incident, a checkpoint and a page."""
-    folder = tmp_path_factory.mktemp("docs") / "a"
-    callbacks = lightning_sentinel.default_callbacks(folder, "recover", checkpoint_every_n_steps=10)
-    trainer = lightning_trainer(callbacks, 60)
-    torch.manual_seed(0)
-    trainer.fit(Net({30: float("nan")}), Loader())
-    return folder
-
-
-def lightning_trainer(callbacks: list[Any], steps: int) -> Any:
-    import lightning.pytorch as L
-
-    return L.Trainer(
-        max_steps=steps,
-        callbacks=callbacks,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+FULL = os.environ.get("SENTINEL_DOCS_FULL") == "1"
+PRETRAIN = ROOT / "examples" / "pretrain.py"
+QUIET = ["trainer.enable_progress_bar=false", "callbacks.run_journal.report=false", "logger=none"]
+SMALL = ["model=tiny", "data.sequence_length=64", "data.batch_size=8", "optimizer.learning_rate=8e-3"]
+# What a fault needs to be seen by so small a model: step of the fault, steps of the run, further overrides.
+SHORT: dict[str, tuple[int, int, list[str]]] = {
+    "corrupt_batch": (60, 85, ["data.batch_size=16", "optimizer.learning_rate=1e-2"]),
+    "lr_spike": (46, 75, []),
+    "optimizer_corruption": (46, 75, []),
+    "nan_forward": (30, 55, []),
+    "nan_backward": (30, 55, []),
+    "transient_nan": (30, 55, []),
+    "out_of_range_token": (30, 55, []),
+    "no_supervised_tokens": (30, 55, []),
+    "cursor_rewind": (41, 65, []),
+    # Only after some dozens of steps is it seen, and one source must weigh enough for it.
+    "level_shift": (
+        90,
+        128,
+        [
+            *("data.batch_size=16", "optimizer.learning_rate=1e-2", "faults.level_shift.share=1.0"),
+            "data.weights=[{draw:0,weights:{prose:0.4,code:0.6}}]",
+        ],
+    ),
+    "fp16_overflow": (20, 30, []),
+    "fp16_collapse": (40, 100, []),
+    "bad_rank": (30, 55, ["faults.bad_rank.std=2.5"]),
+}
+# Options that keep a benchmark to a few seconds.
+FEW = {"detection.py": ["--quick", "1000"], "overhead.py": ["--rounds", "2"]}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_blocks(page: Path, finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for link in ("examples", "configs"):
-        (tmp_path / link).symlink_to(ROOT / link)
-    shutil.copytree(finished_run, tmp_path / "runs" / "a")
-    names: dict[str, Any] = {"__name__": "docs"}
-    for comment, language, content in blocks(page):
-        if comment.startswith("elsewhere:"):
-            assert (ROOT / comment.removeprefix("elsewhere:").strip()).is_file(), comment
-            continue
-        if comment.startswith("before:"):
-            exec(comment.removeprefix("before:").strip(), names)
-        if language == "python":
-            exec(compile(shortened(content), str(page), "exec"), names)
-        elif language == "yaml":
-            names["cfg"] = composes(content, tmp_path)
-        elif language == "json":
-            json.loads(content)
-        elif is_shell(language, content):
-            for line in commands(content):
-                run(line, monkeypatch)
+class Prints:
+    """What a command has printed and logged."""
+
+    def __init__(self, out: str = "", log: str = "") -> None:
+        self.out, self.log = out, log
+
+
+# ---------------------------------------------------------------------------------------------------- the run folder
+
+
+def runs_a() -> str:
+    """The command that the page on the command line makes its run folder with."""
+    page = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
+    (line,) = (x for b in blocks_of("", page) if b.is_shell for x in commands(b.content) if "hydra.run.dir=runs/a" in x)
+    return line
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], Prints]:
+    """Trains the example once for each command line, however many pages have it; ``(line, run folder) -> Prints``."""
+    store = tmp_path_factory.mktemp("docs")
+    done: dict[tuple[str, ...], tuple[Path, Prints]] = {}
+
+    def train(line: str, folder: Path) -> Prints:
+        words = [w for w in shlex.split(line)[2:] if not w.startswith("hydra.run.dir=")]
+        key = tuple(sorted([*words, *shortening(words)]))
+        if key not in done:
+            where = store / str(len(done))
+            done[key] = (where, pretrain([*words, *shortening(words)], where))
+        where, prints = done[key]
+        shutil.copytree(where, folder)
+        return Prints(prints.out.replace(str(where), str(folder)), prints.log.replace(str(where), str(folder)))
+
+    return train
+
+
+def faults_of(words: Sequence[str]) -> list[str]:
+    named = [w.partition("=")[2].strip("[]").split(",") for w in words if w.startswith("faults=")]
+    return [name for names in named for name in names if name != "none"]
+
+
+def shortening(words: Sequence[str]) -> list[str]:
+    """Further overrides that make a run of the example short, with every fault it names still striking, and seen."""
+    quiet = [q for q in QUIET if not any(w.startswith(q.partition("=")[0] + "=") for w in words)]
+    if FULL or any(w.startswith("trainer.max_steps=") for w in words) and "model=tiny" in words:
+        return quiet
+    faults = faults_of(words)
+    half = "trainer=fp16" in words
+    more = [] if half else [*SMALL]
+    steps = 4
+    for name in faults:
+        step, steps, overrides = SHORT[name]
+        more += [f"faults.{name}.step={step}", *overrides]
+    return [*quiet, *more, f"trainer.max_steps={steps}"]
+
+
+def pretrain(words: Sequence[str], folder: Path) -> Prints:
+    """``python examples/pretrain.py``: in this process, or in its own with its own ranks; its faults must have struck."""
+    command = [str(PRETRAIN), *words, f"hydra.run.dir={folder}"]
+    if "trainer=ddp" in words:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", *command], capture_output=True, text=True, timeout=1800, env=environment
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        prints = Prints(done.stdout, done.stderr)
+    else:
+        prints = program(command)
+    events = [e for e in read_journal(folder) if e["event"] == "fault.injected"] if "callbacks=none" not in words else []
+    assert {e["name"] for e in events} == set(faults_of(words)), f"{words}: struck were {[e['name'] for e in events]}"
+    return prints
+
+
+def program(words: Sequence[str]) -> Prints:
+    """A script in this process, with its own command line; what it does to logging is undone."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    log, out = io.StringIO(), io.StringIO()
+    mine = logging.StreamHandler(log)
+    suite = logging.getLogger("lightning_sentinel")
+    GlobalHydra.instance().clear()
+    try:
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+            patch.setattr(sys, "argv", list(words))
+            patch.setenv("HYDRA_FULL_ERROR", "1")
+            patch.syspath_prepend(str(Path(words[0]).parent))
+            suite.addHandler(mine)
+            try:
+                runpy.run_path(words[0], run_name="__main__")
+            except SystemExit as end:
+                assert not end.code, f"{words} ends with {end.code}"
+    finally:
+        GlobalHydra.instance().clear()
+        suite.removeHandler(mine)
+        for handler in [h for h in root.handlers if h not in handlers]:
+            root.removeHandler(handler)
+            handler.close()
+        root.setLevel(level)
+        torch.set_num_threads(1)
+    return Prints(out.getvalue(), log.getvalue())
+
+
+# ---------------------------------------------------------------------------------------------------- a page
+
+
+class Page:
+    """Runs the blocks of one page, from the top to the bottom."""
+
+    def __init__(self, folder: Path, train: Callable[[str, Path], Prints]) -> None:
+        self.folder, self.train = folder, train
+        self.names: dict[str, Any] = {"__name__": "docs"}
+        self.prints = Prints()
+
+    def run(self, block: Block) -> None:
+        if "elsewhere" in block.marks:
+            return
+        if "before" in block.marks:
+            exec(block.marks["before"], self.names)
+        if "output" in block.marks or "log" in block.marks:
+            as_log = "log" in block.marks
+            printed = self.prints.log if as_log else self.prints.out
+            assert printed, f"{block}: nothing was printed"
+            assert (missing := not_shown(printed, block.content, between=as_log)) is None, f"{block}: {missing}"
+        elif "folder" in block.marks:
+            assert not_there(block) == []
+        elif "shape" in block.marks:
+            has_shape(block)
+        elif block.language == "python":
+            self.names["__name__"] = "docs"
+            exec(compile(shortened(block.content), str(block), "exec"), self.names)
+        elif block.language == "yaml":
+            self.names["cfg"] = composes(block.content, self.folder)
+        elif block.is_shell:
+            for line in commands(block.content):
+                self.prints = self.command(line)
         else:
-            assert language in OUTPUT or looks_like_output(content), f"what is this block in {page.name}?\n{content}"
+            assert block.language == "text", f"what is this block? {block}"
+            first = [line.split()[0] for line in block.content.splitlines() if line.strip()]
+            assert not {"python", "pip", "make", "torchrun", "lightning-sentinel", "$"} & {*first}, f"{block} has commands"
+
+    def command(self, line: str) -> Prints:
+        words = shlex.split(line)
+        while re.match(r"^[A-Z_]+=", words[0]):
+            words = words[1:]
+        name = words[0].removeprefix(".venv/bin/")
+        if name == "lightning-sentinel":
+            return sentinel(words[1:])
+        if name == "make" or "experiment=parade" in words:
+            by_ci(line)
+            return Prints()
+        if name == "python" and words[1] == "-m":
+            assert words[2] == "pytest", line
+            tool([*words[2:], "--collect-only"], ROOT)
+            return Prints()
+        if name == "ruff":
+            tool([*words, "--check"] if "format" in words else words, ROOT)
+            return Prints()
+        assert name == "python", line
+        assert (ROOT / words[1]).is_file(), line
+        if words[1] == "examples/pretrain.py":
+            given = [w.partition("=")[2] for w in words if w.startswith("hydra.run.dir=")]
+            return self.train(line, self.folder / (given[0] if given else f"runs/{len([*Path('runs').iterdir()])}"))
+        few = FEW.get(Path(words[1]).name, [])
+        return program([str(ROOT / words[1]), *words[2:], *few])
+
+
+def sentinel(words: Sequence[str]) -> Prints:
+    """``lightning-sentinel``: 0 or 1 (something needs a person, e.g. an incident was found)."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = cli.main(words)
+    assert code in (0, 1), f"{' '.join(words)}: {code}: {err.getvalue()}"
+    if "--json" in words and words[0] != "watch":
+        json.loads(out.getvalue())
+    return Prints(out.getvalue(), err.getvalue())
+
+
+def tool(words: Sequence[str], where: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", *words], cwd=where, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def by_ci(line: str) -> None:
+    """The line is one that CI itself runs, or what one of those runs."""
+    ci = {line.partition("#")[0].strip() for line in (ROOT / ".ci" / "run").read_text().splitlines()}
+    without = {re.sub(r"^([A-Z_]+=\S+ |[A-Z_]+=\"[^\"]*\" )+", "", each) for each in ci}
+    recipes = (ROOT / "Makefile").read_text().replace("$(PY)", "python").replace(" $(DEMO_ARGS)", "")
+    if line.startswith("python"):
+        assert f"\ndemo: $(VENV)/.installed\n\t{line}\n" in recipes, f"`make demo` is not {line!r}"
+        line = "make demo"
+    assert line in without | ci, f".ci/run has no line {line!r}: {sorted(without)}"
 
 
 def shortened(code: str) -> str:
     """A Trainer of the documentation, quiet and ready after a few steps."""
     code = re.sub(r"max_steps=[\d_]+", "max_steps=8", code)
-    return code.replace("L.Trainer(", "L.Trainer(enable_progress_bar=False, enable_model_summary=False, ", 1)
+    quiet = "enable_progress_bar=False, enable_model_summary=False, logger=False, enable_checkpointing=False"
+    named = [word for word in ("logger=", "enable_checkpointing=") if word in code]
+    quiet = ", ".join(q for q in quiet.split(", ") if not q.startswith(tuple(named)))
+    return code.replace("L.Trainer(", f"L.Trainer({quiet}, ", 1)
 
 
 def composes(content: str, folder: Path) -> Any:
@@ -113,69 +284,138 @@ def composes(content: str, folder: Path) -> Any:
     if "defaults" not in document:
         content = "defaults:\n  - callbacks: sentinel/default\n  - policy: observe\n  - _self_\n" + content
     (folder / "page.yaml").write_text(content)
+    GlobalHydra.instance().clear()
     with initialize_config_dir(str(folder), version_base="1.3"):
         cfg = compose("page")
     build_callbacks(cfg.callbacks)
     return cfg
 
 
-def commands(content: str) -> list[str]:
-    joined = content.replace("\\\n", " ")
-    lines = [line.split("  #")[0].strip() for line in joined.splitlines()]
-    return [line.removeprefix("$ ") for line in lines if line and not line.startswith("#")]
+def not_there(block: Block) -> list[str]:
+    """Names of the block's tree that its folder lacks; names deeper in lie two spaces further in."""
+    root = Path(block.marks["folder"])
+    missing = []
+    for line in block.content.splitlines()[1:]:
+        if line.startswith("  ") and not line.startswith("   "):
+            name = line.split()[0].rstrip("/")
+            if not list(root.glob(name)):
+                missing.append(name)
+    return missing
 
 
-def run(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = shlex.split(line)
-    while re.match(r"^[A-Z_]+=", words[0]):
-        words = words[1:]
-    name = words[0].removeprefix(".venv/bin/")
-    if name == "lightning-sentinel":
-        assert cli.main(words[1:]) in (0, 1), line  # 1: something needs a person, e.g. an incident was found
-    elif name == "make":
-        targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-        assert set(words[1:]) <= targets, line
-    elif name == "pip":
-        assert "lightning-sentinel" in line or "-e" in words
-    elif name in ("ruff", "torchrun") or words[1] == "-m":
-        pass  # the tools that CI itself is made of; torchrun is started in tests/distributed
-    elif words[1] == "examples/pretrain.py":
-        pretrain(words[2:])
-    else:
-        program(words[1:], monkeypatch)
+def has_shape(block: Block) -> None:
+    """A journal line is read back as one."""
+    lines = " ".join(block.content.split())
+    folder = Path("shape") / "journal"
+    folder.mkdir(parents=True)
+    (folder / "rank-00000.jsonl").write_text(lines + "\n")
+    (event,) = read_journal("shape")
+    assert event == json.loads(lines)
+    real = next(e for e in read_journal("runs/a") if e["event"] == event["event"])
+    assert {*event} <= {*real}
+    assert {*event["incident"]} <= {*real["incident"]}
 
 
-def pretrain(overrides: list[str]) -> None:
-    """The example as configured, for two steps of its smallest model (the parade: its configuration)."""
-    folder = f"runs/page-{len(list(Path('runs').iterdir()))}"
-    small = [f"hydra.run.dir={folder}", "trainer.max_steps=2", "trainer.enable_progress_bar=false", "threads=1"]
-    if not any(o.startswith("model=") for o in overrides):
-        small.append("model=tiny")
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        cfg = compose("config", overrides=[*overrides, *small], return_hydra_config=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "examples"))
-        import pretrain as example
-
-        OmegaConf.set_struct(cfg, False)
-        cfg.run_dir = folder
-        if cfg.get("mode") == "parade" or cfg.trainer.devices != 1:
-            example.build_trainer(cfg)  # several processes; these run in tests/faults and tests/examples
-        else:
-            example.pretrain(cfg)
+@pytest.fixture
+def page_runner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Callable[[str, Path], Prints]
+) -> Iterator[Page]:
+    monkeypatch.chdir(tmp_path)
+    for link in ("examples", "configs", "benchmarks"):
+        (tmp_path / link).symlink_to(ROOT / link)
+    (tmp_path / "runs").mkdir()
+    yield Page(tmp_path, trained)
 
 
-def program(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another example, with few steps."""
-    assert (ROOT / words[0]).is_file(), words
-    short = [*words, "--steps", "6"] if words[0].startswith("examples/") and "--steps" not in words else words
-    monkeypatch.setattr(sys, "argv", short)
-    runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+@pytest.mark.slow
+@pytest.mark.timeout(7200 if FULL else 900)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_blocks(page: Path, page_runner: Page) -> None:
+    found = blocks(page)
+    if page.name != "command-line.md" and any("runs/a" in b.content or "runs/a" in str(b.marks) for b in found):
+        page_runner.train(runs_a(), page_runner.folder / "runs" / "a")
+    for block in found:
+        page_runner.run(block)
 
 
-def looks_like_output(content: str) -> bool:
-    """A tree of files, a table or a list of commands with their meaning."""
-    return bool(re.search(r"  \S", content)) or content.lstrip().startswith(("<", "{", "batch "))
+# ---------------------------------------------------------------------------------------------------- made pages
+
+
+def site_hooks() -> Any:
+    """What mkdocs makes pages with."""
+    pytest.importorskip("mkdocs", reason="pip install lightning-sentinel[docs]")
+    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "site_hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_blocks_of_pages_that_are_made(page_runner: Page) -> None:
+    made = dict(site_hooks().pages())
+    found = [block for name, text in made.items() for block in blocks_of(name, text)]
+    assert {block.page for block in found} == {"configuration.md"}
+    for block in found:
+        page_runner.run(block)
+
+
+@pytest.mark.parametrize("name", sorted(n for n in lightning_sentinel.__all__ if n[0].isupper()))
+def test_the_page_of_a_callback_has_an_example_that_is_run(name: str) -> None:
+    """By tests/contract/test_contract_doctests.py, whose finder must find it."""
+    thing = getattr(lightning_sentinel, name)
+    module = importlib.import_module(thing.__module__)
+    found = [t for t in doctest.DocTestFinder().find(module) if t.name == f"{module.__name__}.{name}"]
+    if issubclass(thing, Exception):
+        return
+    assert [len(test.examples) > 0 for test in found] == [True]
+
+
+# ---------------------------------------------------------------------------------------------------- the marks
+
+
+def test_every_named_test_takes_the_block() -> None:
+    """The test exists, asks for ``documented``, which fails where a block was not taken, and takes text of it."""
+    named = {(block.marks["elsewhere"], str(block)) for page in PAGES for block in blocks(page) if "elsewhere" in block.marks}
+    assert named
+    for test, block in sorted(named):
+        file, _, function = test.partition("::")
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        nodes = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == function]
+        assert len(nodes) == 1, f"{block}: {file} has no {function}"
+        assert "documented" in {a.arg for a in nodes[0].args.args}, f"{block}: {test} does not ask for `documented`"
+        calls = {n.func.attr for n in ast.walk(nodes[0]) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)}
+        assert "take" in calls, f"{block}: {test} takes no block"
+
+
+def test_every_how_to_shows_what_its_faults_lead_to() -> None:
+    """Behind a command with a fault the page reports on that run and shows the output."""
+    for page in (ROOT / "docs" / "howto").glob("*.md"):
+        found = blocks(page)
+        shell = [(i, line) for i, b in enumerate(found) if b.is_shell for line in commands(b.content)]
+        for _, line in shell:
+            if "faults=" not in line:
+                continue
+            (folder,) = (w.partition("=")[2] for w in shlex.split(line) if w.startswith("hydra.run.dir="))
+            after = [i for i, other in shell if other == f"lightning-sentinel report {folder}"]
+            assert after, f"{page.name}: no report on {folder}"
+            assert "output" in found[after[0] + 1].marks, f"{page.name}: the output of the report on {folder} is not shown"
+
+
+def test_inline_command_lines_parse() -> None:
+    """``lightning-sentinel report RUN`` in running text or a table: the command and its options exist."""
+    for page in PAGES:
+        for line in re.findall(r"`lightning-sentinel ([^`\n]*)`", page.read_text(encoding="utf-8")):
+            if line.startswith("-") or "|" in line or "`" in line:
+                continue
+            words = shlex.split(line.replace(" N", " 1"))
+            parser = cli.build_parser()
+            with contextlib.redirect_stderr(io.StringIO()) as err:
+                try:
+                    parser.parse_args(words)
+                except SystemExit as end:
+                    short = words[0] in cli.COMMANDS and len(words) == 1
+                    assert not end.code or short, f"{page.name}: {line}: {err.getvalue()}"
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -186,3 +426,15 @@ def test_every_page_is_in_the_navigation() -> None:
         if f" {p.relative_to(ROOT / 'docs')}\n" not in nav
     ]
     assert missing == []
+
+
+def test_what_counts_as_the_output_that_is_shown() -> None:
+    """The comparison itself: numbers and hashes may differ, words, their order and missing lines may not."""
+    printed = "The run finished; 1 incident: 1 recovered.\n  #1 step 60: spike; data, sample:a/1, sample:a/2; skip_step\nx.png\n"
+    shown = "The run finished; 1 incident: 1 recovered.\n  #1 step 120: spike; data, sample:b/7; skip_step\n"
+    assert "printed and not shown: x.png" in str(not_shown(printed, shown))
+    assert not_shown(printed, shown + "...") is None
+    assert not_shown(printed, "...\nx.png") is None
+    assert not_shown(printed, shown.replace("data", "numerics") + "...") is not None
+    assert not_shown(printed, shown.replace("1 incident: 1", "1 incident: 1 escalated, 1") + "...") is not None
+    assert normal("rank:1, module:model.layers.2") != normal("rank:0, module:model.layers.2")
