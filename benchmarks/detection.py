@@ -93,7 +93,8 @@ def false_incidents(steps: int, *, length: int = 20_000, seed: int = 1) -> dict[
     rates = {}
     for index, (name, phi, degrees) in enumerate(CELLS):
         count = 0
-        runs = max(1, steps // length)
+        length = min(length, steps)
+        runs = steps // length
         for i in range(runs):
             rng = np.random.default_rng([seed, index, i])
             count += len(run(descent(length) + noise(rng, length, phi, degrees)).incidents)
@@ -195,7 +196,7 @@ def rank_table(trials: int, quiet_steps: int) -> dict[str, Any]:
     result: dict[str, Any] = {"named_within_3": {}}
     for ranks in (8, 64, 1024, 16384):
         for height in (5.0, 10.0):
-            count = max(20, trials if ranks <= 1024 else trials // 10)
+            count = max(min(20, trials), trials if ranks <= 1024 else trials // 10)
             hits = wrong = 0
             for i in range(count):
                 rng = np.random.default_rng([11, ranks, int(height), i])
@@ -296,10 +297,8 @@ def alarm_events(alarms: npt.NDArray[np.bool_], gap: int = 25) -> int:
 
 def sweep(steps: int, trials: int) -> list[dict[str, Any]]:
     """False events per 10^6 steps and median delay of a +2 sigma shift and of 2.05 -> 2.59, for thresholds of every rule."""
-    length = 20_000
-    quiet = [
-        descent(length) + noise(np.random.default_rng([21, i]), length, 0.5, 0) for i in range(max(1, steps // length))
-    ]
+    length = min(20_000, steps)
+    quiet = [descent(length) + noise(np.random.default_rng([21, i]), length, 0.5, 0) for i in range(steps // length)]
     small = level_curve(2.0, lambda t: np.full_like(t, 2 * SIGMA), 0.5)
     large = level_curve(2.05, lambda t: np.full_like(t, 0.54), 0.5)
     cases = {
@@ -379,23 +378,32 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all parts, print the tables, write what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the steps and trials")
+    parser.add_argument(
+        "--quick",
+        type=int,
+        nargs="?",
+        const=10,
+        default=1,
+        metavar="N",
+        help="a tenth (or 1/N) of the steps and trials",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
     parser.add_argument("--png", type=Path, metavar="FILE", help="write the picture of the sweep")
     args = parser.parse_args(argv)
-    scale = 10 if args.quick else 1
+    scale = args.quick
+    trials = max(200 // scale, 2)
     print("False incidents:")
     false = false_incidents(1_000_000 // scale)
     print("Delays, steps from the onset:")
-    table = delay_table(200 // scale)
+    table = delay_table(trials)
     print("Single events:")
-    single = single_events(200 // scale)
+    single = single_events(trials)
     print("Ranks:")
-    ranks = rank_table(200 // scale, 100_000 // scale)
+    ranks = rank_table(trials, 100_000 // scale)
     print("Speed, processor time:")
     times = speed()
     print("Sweep:")
-    rows = sweep(200_000 // scale, 40 // (4 if args.quick else 1))
+    rows = sweep(200_000 // scale, 40 if scale == 1 else max(100 // scale, 2))
     if args.png is not None:
         draw(rows, args.png)
     if args.json is not None:

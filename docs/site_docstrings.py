@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 from typing import Any
 
@@ -11,7 +13,17 @@ RULE = re.compile(r"^\s*=+(?:\s+=+)+\s*$")
 
 
 class Docstrings(griffe.Extension):
-    """Rewrites each docstring when it is loaded."""
+    """Rewrites each docstring when it is loaded, and says a constructor's defaults as values, not as the names of such."""
+
+    def on_function(self, *, func: griffe.Function, **kwargs: Any) -> None:
+        if func.name != "__init__" or func.parent is None:
+            return
+        module = importlib.import_module(func.module.path)
+        actual = inspect.signature(getattr(module, func.parent.name).__init__).parameters
+        for parameter in func.parameters:
+            default = actual[parameter.name].default if parameter.name in actual else inspect.Parameter.empty
+            if isinstance(default, bool | int | float | str | None) and parameter.default is not None:
+                parameter.default = repr(default)
 
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring is not None:
@@ -30,7 +42,8 @@ def markdown(text: str) -> str:
     text = "\n".join(tables(text.split("\n")))
     text = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
     text = re.sub(r":\w+:`~?([^`<]+)`", r"`\1`", text)
-    return text.replace("``", "`")
+    text = text.replace("``", "`")
+    return re.sub(r"`docs/([\w/-]+)\.md`", r"[docs: \1](../\1.md)", text)
 
 
 def tables(lines: list[str]) -> list[str]:

@@ -5,8 +5,10 @@ Both are read off the package, so they cannot say what is not so.
 
 from __future__ import annotations
 
+import html
 import inspect
 import json
+import re
 from collections.abc import Iterator
 from itertools import groupby
 
@@ -62,16 +64,21 @@ def configuration() -> str:
     for target, options in groupby(config_options(), key=lambda row: (row["target"], row["file"])):
         name = target[0].rpartition(".")[2]
         parts.append(
-            f"## {name}\n\n`{target[1]}`\n\n"
-            "| path | default | type | unit, bound | meaning |\n| --- | --- | --- | --- | --- |"
+            f"## {name}\n\n`{target[1]}`\n\n| path | default | type; unit; bound | meaning |\n| --- | --- | --- | --- |"
         )
         parts += [
-            f"| `{row['path']}` | `{json.dumps(row['default'])}` | {cell(row['type'])} |"
-            f" {cell('; '.join(x for x in (row['unit'], row['bound']) if x))} | {cell(row['meaning'])} |"
+            f"| {name_cell(row['path'])} | {name_cell(json.dumps(row['default']))} |"
+            f" {cell('; '.join(x for x in (row['type'], row['unit'], row['bound']) if x))} | {cell(row['meaning'])} |"
             for row in options
         ]
         parts.append("")
     return "\n".join(parts)
+
+
+def name_cell(text: str) -> str:
+    """Code that a narrow column may break behind a dot, a comma or a colon."""
+    code = html.escape(text).replace("|", "&#124;")
+    return f"<code>{re.sub(r'(?<=[.,:])', '<wbr>', code)}</code>"
 
 
 def cell(text: str) -> str:

@@ -333,11 +333,15 @@ class LogReader:
                 return "tensorboard"
             raise ValueError(f"{path} is a folder with neither a journal nor TensorBoard event files; give a log file.")
         if not path.exists():
-            raise FileNotFoundError(f"There is no {path}.")
+            raise FileNotFoundError(
+                f"There is no {path}. Give a log file (CSV, JSON lines, TensorBoard events) or a run folder."
+            )
         if "tfevents" in path.name:
             return "tensorboard"
         with path.open("rb") as file:
             start = file.read(65536).lstrip()
+        if b"\0" in start:
+            raise ValueError(f"{path} is not a text file. Give CSV, JSON lines, TensorBoard events or a run folder.")
         if not start:
             return "empty"
         if start[:1] not in (b"{", b"["):

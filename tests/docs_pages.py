@@ -5,9 +5,9 @@ A comment right above a block says what the page's test does with it beside runn
 ``<!-- before: CODE -->``
     Python that makes what the page takes for granted: a model, a loader, a file.
 ``<!-- output -->``
-    The block is what the last command of the block before it prints.
-``<!-- log -->``
-    The same of what that command logs; lines may stand between.
+    The block is what the last command of the block before it prints. ``<!-- output: A|B -->``: either word may stand there.
+``<!-- log: RUN FOLDER -->``
+    The block is what the suite has logged in that run; lines may stand between.
 ``<!-- folder: PATH -->``
     The block is a tree of files, each of which must be there.
 ``<!-- shape -->``
@@ -19,6 +19,7 @@ A comment right above a block says what the page's test does with it beside runn
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -125,7 +126,7 @@ def normal(line: str) -> str:
     return " ".join(line.split())
 
 
-def not_shown(printed: str, shown: str, *, between: bool = False) -> str | None:
+def not_shown(printed: str, shown: str, *, between: bool = False, alike: Sequence[str] = ()) -> str | None:
     """What of a page's output was not printed; None if it was printed as shown.
 
     ``...`` in a line stands for anything, alone on a line for any number of lines.
@@ -134,19 +135,26 @@ def not_shown(printed: str, shown: str, *, between: bool = False) -> str | None:
         printed: What the command printed.
         shown: The page's block.
         between: Whether further lines may stand between those of the page, as in a log.
+        alike: Words that may stand for each other.
 
     Example:
         >>> not_shown("a 1\\nb\\nc 3 seconds", "a 7\\n...\\nc 4 ...")
         >>> not_shown("the run failed", "the run finished")
         "'the run finished' was not printed; there is: the run failed"
     """
-    lines = [normal(line) for line in printed.splitlines() if line.strip()]
+
+    def as_one(line: str) -> str:
+        for word in alike[1:]:
+            line = re.sub(rf"\b{word}\b", alike[0], line)
+        return normal(line)
+
+    lines = [as_one(line) for line in printed.splitlines() if line.strip()]
     at, free = 0, between
     for wanted in (line for line in shown.splitlines() if line.strip()):
         if wanted.strip() == "...":
             free = True
             continue
-        pattern = re.compile(".*".join(re.escape(normal(part)) for part in wanted.split("...")))
+        pattern = re.compile(".*".join(re.escape(as_one(part)) for part in wanted.split("...")))
         where = next((i for i in range(at, len(lines)) if pattern.fullmatch(lines[i])), None)
         if where is None or (where > at and not free):
             rest = lines[at:] if free else lines[at : at + 1]

@@ -27,6 +27,7 @@ from ..state import lightning_private as private
 from ..state.fingerprint import fingerprints
 from ..state.tree import HostCopies, local
 from ..triage.window import MicroBatch, StepWindow
+from .drill import Drill
 
 SCHEMA = 1
 HISTORY = 64  # records before the incident whose losses by rank are kept
@@ -193,6 +194,7 @@ def collect(
         layout = {n: place for n, p in named.items() if (place := private.shard_place(p)) is not None}
         weights = {n: copies.tensor(p) for n, p in named.items() if rank == 0 or n in mine or layout}
     own: dict[str, Any] = {"rank": rank, "micro_batches": [], "buffers": {}, "scale": None, "layout": layout}
+    own["faults"] = Drill.remembered(trainer)
     if window is not None:
         own["buffers"] = {n: copies.tensor(b) for n, b in window.buffers.items()}
         own["scale"] = None if window.scale is None else window.scale.detach().cpu().clone()

@@ -33,6 +33,24 @@ class Drill:
         """The faults of every ``FaultInjector`` among the configuration's callbacks."""
         return cls([fault for node in _injectors(config or {}) for fault in build(node, "callbacks").faults])
 
+    @staticmethod
+    def remembered(trainer: Trainer) -> dict[str, dict[str, Any]]:
+        """By name, which samples the run's faults in data have hit so far on this rank, for the bundle.
+
+        Such a fault lives in its samples, not in its steps: one made anew from the configuration would take the samples
+        of whatever step is replayed for its first ones.
+        """
+        from ..callbacks.fault_injector import FaultInjector  # callbacks import this package
+
+        injectors = (c for c in trainer.callbacks if isinstance(c, FaultInjector))  # type: ignore[attr-defined]
+        return {f.name: f.state_dict() for c in injectors for f in c.faults if isinstance(f, DataFault)}
+
+    def remember(self, states: Mapping[str, dict[str, Any]]) -> None:
+        """What :meth:`remembered` has put into a bundle."""
+        for fault in self.faults:
+            if isinstance(fault, DataFault) and fault.name in states:
+                fault.load_state_dict(states[fault.name])
+
     @property
     def names(self) -> list[str]:
         return [fault.name for fault in self.faults]

@@ -60,7 +60,9 @@ class Bundle:
         try:
             manifest = unseal(raw)
         except ValueError as error:
-            raise BundleError(f"{path / MANIFEST} {error}; the bundle is damaged and is not used.") from None
+            raise BundleError(
+                f"{path / MANIFEST} {error}; the bundle is damaged and is not used. Put an undamaged copy there."
+            ) from None
         if manifest.get("schema") != SCHEMA:
             raise BundleError(
                 f"{path / MANIFEST} has schema {manifest.get('schema')!r}; this version reads schema {SCHEMA}."
@@ -136,7 +138,9 @@ def _story(path: Path, manifest: bytes) -> dict[str, Any]:
     try:
         story = unseal(_bytes(path, INCIDENT))
     except ValueError as error:
-        raise BundleError(f"{path / INCIDENT} {error}; the bundle is damaged and is not used.") from None
+        raise BundleError(
+            f"{path / INCIDENT} {error}; the bundle is damaged and is not used. Put an undamaged copy there."
+        ) from None
     if story["manifest_sha256"] != hashlib.sha256(manifest).hexdigest():
         raise BundleError(f"{path / INCIDENT} belongs to another bundle (it names another {MANIFEST}).")
     return story
@@ -146,7 +150,9 @@ def _bytes(path: Path, name: str) -> bytes:
     try:
         return (path / name).read_bytes()
     except FileNotFoundError:
-        raise BundleError(f"{path / name} is missing; the bundle is damaged and is not used.") from None
+        raise BundleError(
+            f"{path / name} is missing; the bundle is damaged and is not used. Put an undamaged copy there."
+        ) from None
 
 
 def _check(path: Path, name: str, manifest: dict[str, Any]) -> None:
@@ -166,4 +172,6 @@ def _open_checked(path: Path, name: str, manifest: dict[str, Any]) -> BinaryIO:
     try:
         return open_checked(path, FileEntry(name, entry["sha256"], entry["bytes"]))
     except CheckpointError as error:
-        raise BundleError(f"{path / str(error)}; the bundle is damaged and is not used.") from None
+        raise BundleError(
+            f"{path / str(error)}; the bundle is damaged and is not used. Put an undamaged copy there."
+        ) from None

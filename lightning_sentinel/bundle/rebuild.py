@@ -8,6 +8,7 @@ LightningDataModule.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -85,12 +86,17 @@ def _built(node: Any, where: str) -> Any:
 def _by_function(path: str, cfg: Any) -> tuple[LightningModule, LightningDataModule | None]:
     from hydra.utils import get_method
 
+    hydra_log = logging.getLogger("hydra.utils")  # logs what is raised, too, on lines of its own
+    was_disabled, hydra_log.disabled = hydra_log.disabled, True
     try:
         function = get_method(path)
     except Exception as error:
+        why = str(error).rstrip(".?")
         raise RebuildError(
-            f"{KEY} is {path!r}, which cannot be imported: {error}. Give --app-dir the folder that it is imported from."
+            f"{KEY} is {path!r}, which cannot be imported: {why}. Give --app-dir the folder that it is imported from."
         ) from error
+    finally:
+        hydra_log.disabled = was_disabled
     found = function(cfg)
     if isinstance(found, LightningModule):
         found = (found, None)

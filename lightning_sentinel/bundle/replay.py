@@ -410,6 +410,7 @@ class _Work:
     ) -> tuple[StepWindow, RankReplay]:
         window = StepWindow(self.bundle.step, int(self.bundle.manifest["attempt"]))
         self.drill.moments.clear()
+        self.drill.remember(part.get("faults", {}))
         device = trainer.strategy.root_device
         window.buffers = {n: b.to(device) for n, b in part["buffers"].items()}
         window.scale = None if part["scale"] is None else part["scale"].to(device)

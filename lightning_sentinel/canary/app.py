@@ -79,7 +79,9 @@ def configuration(app: Path, overrides: Sequence[str]) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=_environment())
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines() or ["no output"]
-        raise ValueError(f"{app} --cfg job fails: {lines[-1]} Is it a Hydra application, and are the overrides right?")
+        raise ValueError(
+            f"{app} --cfg job fails: {lines[-1].rstrip('.')}. Is it a Hydra application, and are the overrides right?"
+        )
     found: Any = OmegaConf.to_container(OmegaConf.create(done.stdout), resolve=False)
     return dict(found)
 

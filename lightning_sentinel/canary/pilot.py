@@ -44,7 +44,7 @@ def run_canary(
                 Trainer(max_steps=max_steps, callbacks=[*mine, *callbacks]).fit(MyModule(), MyData())
 
             report = lightning_sentinel.run_canary(train, "runs/canary")
-            assert report.passed, report
+            assert report.passed, report.drill
 
     Args:
         train: Builds model, data and Trainer as the long run does, with these callbacks after its own and so many optimizer

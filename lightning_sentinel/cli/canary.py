@@ -16,7 +16,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     from ..canary.drill import DEFAULT, EXERCISES, WARM_STEPS
 
     words = "run a short pilot of a Hydra application twice, once with faults, and say whether the long run may start"
-    example = "canary --app train.py -- model=large trainer=ddp"
+    example = "canary --app examples/pretrain.py -- model=tiny"
     parser = add_command(commands, "canary", run, words, example, exit_codes=CODES)
     parser.add_argument("--app", type=Path, required=True, metavar="SCRIPT", help="the application's script")
     parser.add_argument("--out", type=Path, metavar="DIR", help="legs and page (default: canary/<time stamp>)")

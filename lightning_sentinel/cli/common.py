@@ -7,6 +7,7 @@ import difflib
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 OK, FOUND, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -59,6 +60,21 @@ def add_command(
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(command=run)
     return parser
+
+
+def require_events(run: Path) -> None:
+    """Refuse a run folder whose journal holds no event that can be read.
+
+    Raises:
+        ValueError: With the first file of the journal.
+    """
+    from ..journal import iter_events, journal_files
+
+    files = journal_files(run)
+    if files and next(iter_events(run, problems=[]), None) is None:
+        raise ValueError(
+            f"No line of {files[0]} can be read. Give the folder of a run that has begun, and an undamaged copy."
+        )
 
 
 def print_json(value: Any) -> None:

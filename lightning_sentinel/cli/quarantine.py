@@ -49,10 +49,17 @@ def run_list(options: argparse.Namespace) -> int:
     return OK
 
 
+def _reason(options: argparse.Namespace) -> str:
+    reason: str = options.reason.strip()
+    if not reason:
+        raise ValueError("--reason is empty. Say why in a sentence; the ledger keeps it.")
+    return reason
+
+
 def run_add(options: argparse.Namespace) -> int:
     ledger = _ledger(options.run)
     before = ledger.active
-    ledger.add(options.names, step=None, incident=None, policy="manual", reason=options.reason)
+    ledger.add(options.names, step=None, incident=None, policy="manual", reason=_reason(options))
     return _say_change(options, ledger, sorted(ledger.active - before), "quarantined")
 
 
@@ -61,8 +68,9 @@ def run_revert(options: argparse.Namespace) -> int:
     unknown = [name for name in options.names if name not in ledger.active]
     if unknown:  # before the first of them is taken back: all or nothing
         raise ValueError(f"{unknown[0]} is not quarantined. See `lightning-sentinel quarantine list {options.run}`.")
+    reason = _reason(options)
     for name in options.names:
-        ledger.revert(name, options.reason)
+        ledger.revert(name, reason)
     return _say_change(options, ledger, list(options.names), "taken back")
 
 

@@ -51,8 +51,21 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("--no-faults", action="store_true", help="leave out the faults that the configuration injects")
 
 
+def _check_device(name: str) -> None:
+    """Refuse a device that torch does not know, or that is not here, before anything is read."""
+    import torch
+
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).splitlines()[0]
+        raise ValueError(f"--device {name} cannot be used: {why}. Give cpu, or a device that is here.") from None
+
+
 def run(options: argparse.Namespace) -> int:
     from ..bundle.replay import replay_incident
+
+    _check_device(options.device)
 
     with Progress(f"replaying incident {options.incident}", unit="micro-batches", enabled=not options.json) as bar:
 

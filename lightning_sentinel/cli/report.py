@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..progress import Progress
-from .common import OK, USAGE, Commands, add_command, print_json
+from .common import OK, USAGE, Commands, add_command, print_json, require_events
 
 
 def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -23,6 +23,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
 def run(options: argparse.Namespace) -> int:
     from ..report.build import write_reports
 
+    require_events(options.run)
     with Progress(f"report of {options.run}", unit="B", enabled=not (options.json or options.quiet)) as bar:
         result = write_reports(options.run, out=options.out, progress=bar)
     summary = result.summary

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .common import FOUND, OK, Commands, add_command
+from .common import FOUND, OK, Commands, add_command, require_events
 
 if TYPE_CHECKING:
     from .dashboard import Dashboard
@@ -37,6 +37,8 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--interval must be greater than 0 seconds, got {options.interval:g}.")
     if options.once and not journal_files(options.run):
         raise FileNotFoundError(f"No journal in {options.run}. Give the run folder that RunJournal writes.")
+    if options.once:
+        require_events(options.run)
     follower, screen = Follower(options.run), _screen(options)
     if not journal_files(options.run):
         print(f"Waiting for a journal in {options.run} ...", file=sys.stderr)

@@ -145,6 +145,22 @@ def test_without_the_injected_fault_the_same_step_is_finite(nan_run: Path, capsy
     assert "nothing in weights, data or random state explains it" in report["sentence"]
 
 
+def test_a_fault_in_earlier_samples_does_not_strike_in_the_replay_of_a_later_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A fault in data is remembered by its samples; the replay of another step must not take that step's for the first."""
+    faults = [
+        "faults=[out_of_range_token,nan_forward]",
+        "faults.out_of_range_token.step=3",
+        "faults.nan_forward.step=6",
+    ]
+    train(tmp_path / "run", "trainer.max_steps=8", "policy=recover", *faults)
+    capsys.readouterr()
+    assert main(["replay", str(tmp_path / "run"), "--incident", "2", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["ranks"]
+    assert (row["batch_equal"], row["equal"]) == (True, True)
+
+
 @pytest.mark.parametrize("name", ["rank-00000.pt", "weights.pt", "run.json", "manifest.json", "incident.json"])
 def test_a_flipped_bit_is_refused_by_name(
     nan_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str

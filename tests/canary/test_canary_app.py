@@ -4,41 +4,48 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import pretrain
 import pytest
+from docs_pages import ROOT, Block, not_shown
 
 from lightning_sentinel import progress
 from lightning_sentinel.canary.app import shared_overrides
-from lightning_sentinel.canary.drill import timeline
+from lightning_sentinel.canary.drill import DEFAULT, timeline
 from lightning_sentinel.canary.judge import LegEnd, judge
 from lightning_sentinel.cli import main
 from lightning_sentinel.journal import read_journal
 
-SCRIPT = pretrain.__file__
-TINY = ["model=tiny", "data=text_tiny", "logger=none", "trainer.enable_progress_bar=false"]
-
 
 def test_the_example_passes_and_leaves_a_page(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, documented: list[Block]
 ) -> None:
-    out = tmp_path / "canary"
-    options = ["--app", SCRIPT, "--out", str(out), "--drill", "transient_nan", "--warm-steps", "12", "--json"]
-    code = main(["canary", *options, "--", *TINY])
-    report = json.loads(capsys.readouterr().out)
-    assert (code, report["passed"]) == (0, True), report
-    (row,) = report["drill"]
-    assert (row["fault"], row["answers"], row["path"]) == (
-        "transient_nan",
-        ["retry_step"],
-        "equal to the clean leg's to the bit",
-    )
+    """The command line of the page, on less text, with what it prints there; it is also the example in the help."""
+    command, page = documented
+    words = shlex.split(command.take())[1:]
+    with pytest.raises(SystemExit):
+        main(["canary", "--help"])
+    assert f"example:\n  {command.content}\n" in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    for link in ("examples", "configs"):
+        (tmp_path / link).symlink_to(ROOT / link)
+    out = tmp_path / "canary" / "here"
+    words = [words[0], "--out", str(out), *words[1:], "data=text_tiny", "trainer.enable_progress_bar=false"]
+    code = main(words)
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    assert (missing := not_shown(printed, page.take())) is None, missing
+    report = json.loads((out / "canary.json").read_text())
+    assert [(row["fault"], row["answers"], row["path"]) for row in report["drill"][:2]] == [
+        ("transient_nan", ["retry_step"], "equal to the clean leg's to the bit"),
+        ("cursor_rewind", ["rollback_replay"], "equal to the clean leg's to the bit"),
+    ]
     checks = {c["name"]: c["words"] for c in report["checks"]}
-    assert checks["drill leg"] == "27 of 27 steps"
+    assert checks["drill leg"] == "86 of 86 steps"
     assert "every hash right" in checks["checkpoint"]
     assert report["facts"]["world_size"] == 1
     started = next(e for e in read_journal(out / "drill") if e["event"] == "run.started")
@@ -46,11 +53,11 @@ def test_the_example_passes_and_leaves_a_page(
     capsys.readouterr()
     monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
     ends = (LegEnd(out / leg) for leg in ("clean", "drill"))
-    assert judge(out, timeline(["transient_nan"], 12), *ends, progress=True).passed
+    assert judge(out, timeline(DEFAULT), *ends, progress=True).passed
     assert re.search(r"^verifying step-\d+: done after ", capsys.readouterr().err, re.MULTILINE)
     assert (out / "canary.html").is_file()
     assert (out / "clean" / "output.log").is_file()
-    assert main(["canary", *options, "--", *TINY]) == 2
+    assert main([*words[:3], "--json", *words[3:]]) == 2
     assert "is there already. Give --out a folder that is not." in capsys.readouterr().err
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import pytest
+from docs_pages import Block, not_shown
 from sentinel_kit import Loader, Net
 
 import lightning_sentinel
@@ -51,16 +54,39 @@ def canary(tmp_path: Path, train: Any, **options: Any) -> CanaryReport:
 
 
 def test_a_program_that_is_ready_passes_every_check(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    documented: list[Block],
 ) -> None:
+    """The program of the page and of the docstring, which are one."""
+    (block,) = documented
+    code = block.take()
+    example = inspect.getdoc(lightning_sentinel.run_canary) or ""
+    lines = [line.strip() for line in code.splitlines() if line.strip()]
+    assert lines == [
+        line.strip() for line in example.partition("::\n")[2].partition("Args:")[0].splitlines() if line.strip()
+    ]
+    quiet = {"max_epochs": -1, "accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    quiet |= {"enable_progress_bar": False, "enable_model_summary": False}
+    names: dict[str, Any] = {
+        "lightning_sentinel": lightning_sentinel,
+        "seed_everything": partial(L.seed_everything, verbose=False),
+        "Trainer": partial(L.Trainer, **quiet),
+        "mine": [],
+        "MyModule": Net,
+        "MyData": Loader,
+    }
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
-    report = lightning_sentinel.run_canary(program(), tmp_path / "canary", progress=True)
+    exec(code, names)
     out, err = capsys.readouterr()
     assert out == ""
-    for begin in ("canary, clean leg: 1 of 71 steps", "canary, clean leg: done", "canary, drill leg: 71 of 71 steps"):
+    for begin in ("canary, clean leg: 1 of 86 steps", "canary, clean leg: done", "canary, drill leg: 86 of 86 steps"):
         assert any(line.startswith(begin) for line in err.splitlines()), err
-    assert report.passed, text(report)
+    report = names["report"]
     assert [(d.fault, d.step, d.seen_step, d.verdict, d.answers) for d in report.drill] == [
         ("transient_nan", 26, 26, "infrastructure", ["retry_step"]),
         ("cursor_rewind", 41, 41, "data", ["rollback_replay"]),
@@ -73,17 +99,17 @@ def test_a_program_that_is_ready_passes_every_check(
     assert {c.name: c.words for c in report.checks}["clean leg"] == "86 of 86 steps"
     assert report.false_incidents == []
     assert "warmup: " in {c.name: c.words for c in report.checks}["preflight"]  # this program has none
-    folder = tmp_path / "canary"
+    folder = tmp_path / "runs" / "canary"
     assert json.loads((folder / "canary.json").read_text())["passed"] is True
     assert (folder / "canary.txt").read_text().startswith("Canary passed: 4 faults drilled")
     assert "  Not drilled: no_supervised_tokens, out_of_range_token, corrupt_batch, lr_spike," in text(report)
     assert "<h1>Canary passed" in (folder / "canary.html").read_text()
     assert sorted(p.name for p in folder.iterdir()) == ["canary.html", "canary.json", "canary.txt", "clean", "drill"]
     with pytest.raises(ValueError, match=r"clean is there already\. Give run_dir a folder that holds no canary yet\."):
-        canary(tmp_path, program())
+        lightning_sentinel.run_canary(program(), folder, progress=False)
 
 
-def test_a_loader_without_a_state_is_found_out(tmp_path: Path) -> None:
+def test_a_loader_without_a_state_is_found_out(tmp_path: Path, documented: list[Block]) -> None:
     report = canary(tmp_path, program(loader=Stateless), drill=("transient_nan",))
     (row,) = report.drill
     assert not report.passed
@@ -92,6 +118,10 @@ def test_a_loader_without_a_state_is_found_out(tmp_path: Path) -> None:
     assert row.why.startswith("refused: retry_step: ")
     assert "Stateless" in row.why
     assert "state_dict" in row.why
+    (block,) = documented
+    shown = block.take().splitlines()
+    printed = text(report)
+    assert not_shown(printed, f"{shown[0]}\n...\n" + "\n".join(shown[1:]) + "\n...") is None, printed
     assert headline(report) == "Canary failed: transient_nan. Do not start the long run before that is understood."
 
 

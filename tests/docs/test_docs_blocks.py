@@ -1,14 +1,16 @@
 """Every command and code block of README, docs and examples is run, and what a page shows of its output is what it prints.
 
-A page runs from its top to its bottom in an empty folder, with ``runs/a`` from the page on the command line and nothing else
-but what the page itself makes. Python and YAML run as they stand; a Trainer in them is quiet and takes eight steps. Commands run as typed,
-with these changes:
+A page runs from its top to its bottom in an empty folder, with ``runs/a`` of the page on the command line and nothing else
+but what the page itself makes. Python and YAML run as they stand; a Trainer in them is quiet and takes eight steps.
+Commands run as typed, with these changes:
 
-- training is made short by further overrides (:data:`SHORT`): a smaller model, and the fault earlier. That the fault strikes is
-  asserted of every command that names one, and what came of it is in the output that the page shows;
-- ``make`` lines are those that ``.ci/run`` itself consists of, which is asserted; so is the fault parade, which ``make demo`` is;
-- benchmarks take few rounds; one more example takes few steps where no fault needs more;
-- what needs an installation, a job of several hosts or a server is run by the test that the page names (:mod:`docs_pages`).
+- training is made short by further overrides (:data:`docs_runs.SHORT`): a smaller model, and the fault earlier. That the
+  fault strikes is asserted of every command that names one; what came of it is in the output that the page shows;
+- ``make`` lines are those that ``.ci/run`` itself consists of, which is asserted; so is the fault parade, which ``make
+  demo`` is;
+- benchmarks take few rounds, other examples a few steps more than until their fault strikes;
+- what needs an installation, a job of several hosts or a server is run by the test that the page names
+  (:mod:`docs_pages`).
 
 ``SENTINEL_DOCS_FULL=1`` trains at full length (half an hour), with the pages' own numbers.
 """
@@ -16,26 +18,20 @@ with these changes:
 from __future__ import annotations
 
 import ast
-import contextlib
 import doctest
 import importlib.util
-import io
 import json
-import logging
-import os
 import re
-import runpy
 import shlex
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from docs_pages import PAGES, ROOT, Block, blocks, blocks_of, commands, normal, not_shown
+from docs_runs import FEW, FULL, Prints, program, runs_a, sentinel
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
@@ -44,140 +40,6 @@ import lightning_sentinel
 from lightning_sentinel import cli
 from lightning_sentinel.config import build_callbacks
 from lightning_sentinel.journal import read_journal
-
-FULL = os.environ.get("SENTINEL_DOCS_FULL") == "1"
-PRETRAIN = ROOT / "examples" / "pretrain.py"
-QUIET = ["trainer.enable_progress_bar=false", "callbacks.run_journal.report=false", "logger=none"]
-SMALL = ["model=tiny", "data.sequence_length=64", "data.batch_size=8", "optimizer.learning_rate=8e-3"]
-# What a fault needs to be seen by so small a model: step of the fault, steps of the run, further overrides.
-SHORT: dict[str, tuple[int, int, list[str]]] = {
-    "corrupt_batch": (60, 85, ["data.batch_size=16", "optimizer.learning_rate=1e-2"]),
-    "lr_spike": (46, 75, []),
-    "optimizer_corruption": (46, 75, []),
-    "nan_forward": (30, 55, []),
-    "nan_backward": (30, 55, []),
-    "transient_nan": (30, 55, []),
-    "out_of_range_token": (30, 55, []),
-    "no_supervised_tokens": (30, 55, []),
-    "cursor_rewind": (41, 65, []),
-    # Only after some dozens of steps is it seen, and one source must weigh enough for it.
-    "level_shift": (
-        90,
-        128,
-        [
-            *("data.batch_size=16", "optimizer.learning_rate=1e-2", "faults.level_shift.share=1.0"),
-            "data.weights=[{draw:0,weights:{prose:0.4,code:0.6}}]",
-        ],
-    ),
-    "fp16_overflow": (20, 30, []),
-    "fp16_collapse": (40, 100, []),
-    "bad_rank": (30, 55, ["faults.bad_rank.std=2.5"]),
-}
-# Options that keep a benchmark to a few seconds.
-FEW = {"detection.py": ["--quick", "1000"], "overhead.py": ["--rounds", "2"]}
-
-
-class Prints:
-    """What a command has printed and logged."""
-
-    def __init__(self, out: str = "", log: str = "") -> None:
-        self.out, self.log = out, log
-
-
-# ---------------------------------------------------------------------------------------------------- the run folder
-
-
-def runs_a() -> str:
-    """The command that the page on the command line makes its run folder with."""
-    page = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
-    (line,) = (x for b in blocks_of("", page) if b.is_shell for x in commands(b.content) if "hydra.run.dir=runs/a" in x)
-    return line
-
-
-@pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], Prints]:
-    """Trains the example once for each command line, however many pages have it; ``(line, run folder) -> Prints``."""
-    store = tmp_path_factory.mktemp("docs")
-    done: dict[tuple[str, ...], tuple[Path, Prints]] = {}
-
-    def train(line: str, folder: Path) -> Prints:
-        words = [w for w in shlex.split(line)[2:] if not w.startswith("hydra.run.dir=")]
-        key = tuple(sorted([*words, *shortening(words)]))
-        if key not in done:
-            where = store / str(len(done))
-            done[key] = (where, pretrain([*words, *shortening(words)], where))
-        where, prints = done[key]
-        shutil.copytree(where, folder)
-        return Prints(prints.out.replace(str(where), str(folder)), prints.log.replace(str(where), str(folder)))
-
-    return train
-
-
-def faults_of(words: Sequence[str]) -> list[str]:
-    named = [w.partition("=")[2].strip("[]").split(",") for w in words if w.startswith("faults=")]
-    return [name for names in named for name in names if name != "none"]
-
-
-def shortening(words: Sequence[str]) -> list[str]:
-    """Further overrides that make a run of the example short, with every fault it names still striking, and seen."""
-    quiet = [q for q in QUIET if not any(w.startswith(q.partition("=")[0] + "=") for w in words)]
-    if FULL or any(w.startswith("trainer.max_steps=") for w in words) and "model=tiny" in words:
-        return quiet
-    faults = faults_of(words)
-    half = "trainer=fp16" in words
-    more = [] if half else [*SMALL]
-    steps = 4
-    for name in faults:
-        step, steps, overrides = SHORT[name]
-        more += [f"faults.{name}.step={step}", *overrides]
-    return [*quiet, *more, f"trainer.max_steps={steps}"]
-
-
-def pretrain(words: Sequence[str], folder: Path) -> Prints:
-    """``python examples/pretrain.py``: in this process, or in its own with its own ranks; its faults must have struck."""
-    command = [str(PRETRAIN), *words, f"hydra.run.dir={folder}"]
-    if "trainer=ddp" in words:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", *command], capture_output=True, text=True, timeout=1800, env=environment
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        prints = Prints(done.stdout, done.stderr)
-    else:
-        prints = program(command)
-    events = [e for e in read_journal(folder) if e["event"] == "fault.injected"] if "callbacks=none" not in words else []
-    assert {e["name"] for e in events} == set(faults_of(words)), f"{words}: struck were {[e['name'] for e in events]}"
-    return prints
-
-
-def program(words: Sequence[str]) -> Prints:
-    """A script in this process, with its own command line; what it does to logging is undone."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    log, out = io.StringIO(), io.StringIO()
-    mine = logging.StreamHandler(log)
-    suite = logging.getLogger("lightning_sentinel")
-    GlobalHydra.instance().clear()
-    try:
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
-            patch.setattr(sys, "argv", list(words))
-            patch.setenv("HYDRA_FULL_ERROR", "1")
-            patch.syspath_prepend(str(Path(words[0]).parent))
-            suite.addHandler(mine)
-            try:
-                runpy.run_path(words[0], run_name="__main__")
-            except SystemExit as end:
-                assert not end.code, f"{words} ends with {end.code}"
-    finally:
-        GlobalHydra.instance().clear()
-        suite.removeHandler(mine)
-        for handler in [h for h in root.handlers if h not in handlers]:
-            root.removeHandler(handler)
-            handler.close()
-        root.setLevel(level)
-        torch.set_num_threads(1)
-    return Prints(out.getvalue(), log.getvalue())
-
 
 # ---------------------------------------------------------------------------------------------------- a page
 
@@ -189,17 +51,19 @@ class Page:
         self.folder, self.train = folder, train
         self.names: dict[str, Any] = {"__name__": "docs"}
         self.prints = Prints()
+        self.logs: dict[str, str] = {}  # of each training, by its run folder
 
     def run(self, block: Block) -> None:
         if "elsewhere" in block.marks:
             return
         if "before" in block.marks:
             exec(block.marks["before"], self.names)
-        if "output" in block.marks or "log" in block.marks:
-            as_log = "log" in block.marks
-            printed = self.prints.log if as_log else self.prints.out
-            assert printed, f"{block}: nothing was printed"
-            assert (missing := not_shown(printed, block.content, between=as_log)) is None, f"{block}: {missing}"
+        if "output" in block.marks:
+            alike = block.marks["output"].split("|")
+            assert (missing := not_shown(self.prints.out, block.content, alike=alike)) is None, f"{block}: {missing}"
+        elif "log" in block.marks:
+            logged = self.logs[block.marks["log"]]
+            assert (missing := not_shown(logged, block.content, between=True)) is None, f"{block}: {missing}"
         elif "folder" in block.marks:
             assert not_there(block) == []
         elif "shape" in block.marks:
@@ -215,7 +79,9 @@ class Page:
         else:
             assert block.language == "text", f"what is this block? {block}"
             first = [line.split()[0] for line in block.content.splitlines() if line.strip()]
-            assert not {"python", "pip", "make", "torchrun", "lightning-sentinel", "$"} & {*first}, f"{block} has commands"
+            assert not {"python", "pip", "make", "torchrun", "lightning-sentinel", "$"} & {*first}, (
+                f"{block} has commands"
+            )
 
     def command(self, line: str) -> Prints:
         words = shlex.split(line)
@@ -232,25 +98,18 @@ class Page:
             tool([*words[2:], "--collect-only"], ROOT)
             return Prints()
         if name == "ruff":
-            tool([*words, "--check"] if "format" in words else words, ROOT)
+            tool([name, *words[1:], "--check"], ROOT)
             return Prints()
         assert name == "python", line
         assert (ROOT / words[1]).is_file(), line
         if words[1] == "examples/pretrain.py":
             given = [w.partition("=")[2] for w in words if w.startswith("hydra.run.dir=")]
-            return self.train(line, self.folder / (given[0] if given else f"runs/{len([*Path('runs').iterdir()])}"))
-        few = FEW.get(Path(words[1]).name, [])
+            folder = given[0] if given else f"runs/{len([*Path('runs').iterdir()])}"
+            prints = self.train(line, self.folder / folder)
+            self.logs[folder] = prints.log
+            return prints
+        few = [] if FULL else FEW.get(Path(words[1]).name, [])
         return program([str(ROOT / words[1]), *words[2:], *few])
-
-
-def sentinel(words: Sequence[str]) -> Prints:
-    """``lightning-sentinel``: 0 or 1 (something needs a person, e.g. an incident was found)."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        code = cli.main(words)
-    assert code in (0, 1), f"{' '.join(words)}: {code}: {err.getvalue()}"
-    if "--json" in words and words[0] != "watch":
-        json.loads(out.getvalue())
-    return Prints(out.getvalue(), err.getvalue())
 
 
 def tool(words: Sequence[str], where: Path) -> None:
@@ -317,14 +176,12 @@ def has_shape(block: Block) -> None:
 
 
 @pytest.fixture
-def page_runner(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Callable[[str, Path], Prints]
-) -> Iterator[Page]:
+def page_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: Callable[[str, Path], Prints]) -> Page:
     monkeypatch.chdir(tmp_path)
     for link in ("examples", "configs", "benchmarks"):
         (tmp_path / link).symlink_to(ROOT / link)
     (tmp_path / "runs").mkdir()
-    yield Page(tmp_path, trained)
+    return Page(tmp_path, trained)
 
 
 @pytest.mark.slow
@@ -376,7 +233,9 @@ def test_the_page_of_a_callback_has_an_example_that_is_run(name: str) -> None:
 
 def test_every_named_test_takes_the_block() -> None:
     """The test exists, asks for ``documented``, which fails where a block was not taken, and takes text of it."""
-    named = {(block.marks["elsewhere"], str(block)) for page in PAGES for block in blocks(page) if "elsewhere" in block.marks}
+    named = {
+        (block.marks["elsewhere"], str(block)) for page in PAGES for block in blocks(page) if "elsewhere" in block.marks
+    }
     assert named
     for test, block in sorted(named):
         file, _, function = test.partition("::")
@@ -384,7 +243,9 @@ def test_every_named_test_takes_the_block() -> None:
         nodes = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == function]
         assert len(nodes) == 1, f"{block}: {file} has no {function}"
         assert "documented" in {a.arg for a in nodes[0].args.args}, f"{block}: {test} does not ask for `documented`"
-        calls = {n.func.attr for n in ast.walk(nodes[0]) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)}
+        calls = {
+            n.func.attr for n in ast.walk(nodes[0]) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)
+        }
         assert "take" in calls, f"{block}: {test} takes no block"
 
 
@@ -399,23 +260,22 @@ def test_every_how_to_shows_what_its_faults_lead_to() -> None:
             (folder,) = (w.partition("=")[2] for w in shlex.split(line) if w.startswith("hydra.run.dir="))
             after = [i for i, other in shell if other == f"lightning-sentinel report {folder}"]
             assert after, f"{page.name}: no report on {folder}"
-            assert "output" in found[after[0] + 1].marks, f"{page.name}: the output of the report on {folder} is not shown"
+            assert "output" in found[after[0] + 1].marks, (
+                f"{page.name}: the output of the report on {folder} is not shown"
+            )
 
 
 def test_inline_command_lines_parse() -> None:
     """``lightning-sentinel report RUN`` in running text or a table: the command and its options exist."""
+    seen = 0
     for page in PAGES:
-        for line in re.findall(r"`lightning-sentinel ([^`\n]*)`", page.read_text(encoding="utf-8")):
-            if line.startswith("-") or "|" in line or "`" in line:
-                continue
+        for line in re.findall(r"`lightning-sentinel (\w[^`|\n]*)`", page.read_text(encoding="utf-8")):
             words = shlex.split(line.replace(" N", " 1"))
-            parser = cli.build_parser()
-            with contextlib.redirect_stderr(io.StringIO()) as err:
-                try:
-                    parser.parse_args(words)
-                except SystemExit as end:
-                    short = words[0] in cli.COMMANDS and len(words) == 1
-                    assert not end.code or short, f"{page.name}: {line}: {err.getvalue()}"
+            if len(words) > 1:  # else only its name is said
+                cli.build_parser().parse_args([w for w in words if w != "..."])
+                seen += 1
+            assert words[0] in cli.COMMANDS, f"{page.name}: {line}"
+    assert seen > 10
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -430,7 +290,8 @@ def test_every_page_is_in_the_navigation() -> None:
 
 def test_what_counts_as_the_output_that_is_shown() -> None:
     """The comparison itself: numbers and hashes may differ, words, their order and missing lines may not."""
-    printed = "The run finished; 1 incident: 1 recovered.\n  #1 step 60: spike; data, sample:a/1, sample:a/2; skip_step\nx.png\n"
+    printed = "The run finished; 1 incident: 1 recovered.\n"
+    printed += "  #1 step 60: spike; data, sample:a/1, sample:a/2; skip_step\nx.png\n"
     shown = "The run finished; 1 incident: 1 recovered.\n  #1 step 120: spike; data, sample:b/7; skip_step\n"
     assert "printed and not shown: x.png" in str(not_shown(printed, shown))
     assert not_shown(printed, shown + "...") is None

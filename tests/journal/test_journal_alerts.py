@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from docs_pages import Block
 from test_run_journal import Incidents, Model, trainer
 
 from lightning_sentinel import RunJournal
@@ -76,7 +77,7 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def test_a_run_tells_of_its_incident(tmp_path: Path, serve: Callable[..., Receiver]) -> None:
+def test_a_run_tells_of_its_incident(tmp_path: Path, serve: Callable[..., Receiver], documented: list[Block]) -> None:
     receiver = serve(200)
     journal = RunJournal(tmp_path / "run", report=False, webhook=receiver.url, config={"webhook": receiver.url})
     trainer(tmp_path, journal, Incidents(2, 4)).fit(Model())
@@ -87,6 +88,13 @@ def test_a_run_tells_of_its_incident(tmp_path: Path, serve: Callable[..., Receiv
     assert receiver.bodies[0]["text"] == (
         f"Incident 1 opened at step 2: the loss jumped. Look: lightning-sentinel report {tmp_path}/run"
     )
+    (block,) = documented
+    shown = json.loads(block.take())
+    assert {*shown} == {*receiver.bodies[0]}
+    here = {"run_dir": f"{tmp_path}/run", "host": socket.gethostname()}
+    assert {k: str(v).replace("/runs/a", f"{tmp_path}/run") for k, v in (shown | here).items()} == {
+        k: str(v) for k, v in receiver.bodies[0].items()
+    }
     assert receiver.bodies[0]["host"] == socket.gethostname()
     assert "s3cr3t" not in (tmp_path / "run" / "journal" / "rank-00000.jsonl").read_text()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -11,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from docs_pages import Block, commands
 from template_app import result_of, run_app, write_app
 
 import lightning_sentinel
@@ -145,6 +147,23 @@ def test_an_editable_install_in_a_second_environment(tree: Path, second: Path, t
         assert (result["steps"], result["finite"]) == (10, True)
     printed = json.loads(run(second / "bin" / "lightning-sentinel", "config", "rollback", "--json", cwd=tmp_path))
     assert printed[0]["path"] == "callbacks.rollback.every_n_steps"
+
+
+def test_pip_lines_of_the_documentation(built: Path, second: Path, tmp_path: Path, documented: list[Block]) -> None:
+    """``pip install`` as typed, in another environment, from the wheel in place of the index; nothing is installed."""
+    for block in documented:
+        for line in commands(block.take()):
+            words = shlex.split(line)
+            assert words[:2] == ["pip", "install"]
+            pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", second / "bin" / "python"]
+            fresh = ["--dry-run", "--no-deps", "--ignore-installed", "--no-index", "--find-links", built]
+            printed = run(*pip, "install", *fresh, *words[2:], cwd=tmp_path)
+            assert f"Would install lightning-sentinel-{lightning_sentinel.__version__}" in printed
+            (extra,) = (w.partition("[")[2].rstrip("]") for w in words[2:] if "[" in w)
+            (wheel,) = built.glob("*.whl")
+            with zipfile.ZipFile(wheel) as file:
+                (metadata,) = (n for n in file.namelist() if n.endswith("METADATA"))
+                assert f"Provides-Extra: {extra}" in file.read(metadata).decode().splitlines()
 
 
 def test_pip_install_of_a_source_tree(built: Path, tmp_path: Path) -> None:
