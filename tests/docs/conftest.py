@@ -22,7 +22,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], P
         given = {w.partition("=")[0]: w for w in words} | {w.partition("=")[0]: w for w in shortening(words)}
         key = tuple(sorted(given.values()))
         if key not in done:
-            where = store / str(len(done))
+            where = store / str(len([*store.iterdir()]))
             done[key] = (where, pretrain([*given.values()], where))
         where, prints = done[key]
         shutil.copytree(where, folder)

@@ -39,7 +39,7 @@ SHORT: dict[str, tuple[int, int, list[str]]] = {
     # Only after some dozens of steps is it seen, and one source must weigh enough for it.
     "level_shift": (
         90,
-        128,
+        150,
         [
             *("data.batch_size=16", "optimizer.learning_rate=1e-2", "faults.level_shift.share=1.0"),
             "data.weights=[{draw:0,weights:{prose:0.4,code:0.6}}]",
