@@ -39,6 +39,7 @@ from omegaconf import OmegaConf
 import lightning_sentinel
 from lightning_sentinel import cli
 from lightning_sentinel.config import build_callbacks
+from lightning_sentinel.incidents import FindingKind
 from lightning_sentinel.journal import read_journal
 
 # ---------------------------------------------------------------------------------------------------- a page
@@ -263,6 +264,18 @@ def test_every_how_to_shows_what_its_faults_lead_to() -> None:
             assert "output" in found[after[0] + 1].marks, (
                 f"{page.name}: the output of the report on {folder} is not shown"
             )
+
+
+def test_every_kind_of_failure_has_one_page_that_speaks_of_it() -> None:
+    folder = ROOT / "docs" / "howto"
+    rows = [line for line in (folder / "index.md").read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    page_of = {
+        kind: row.split("](")[1].split(")")[0] for row in rows for kind in re.findall(r"`(\w+)`", row.split("|")[1])
+    }
+    assert sum(len(re.findall(r"`\w+`", row.split("|")[1])) for row in rows) == len(page_of)
+    assert {*page_of} == {str(kind) for kind in FindingKind}
+    for kind, page in page_of.items():
+        assert f"`{kind}`" in (folder / page).read_text(encoding="utf-8"), f"{page} does not speak of {kind}"
 
 
 def test_inline_command_lines_parse() -> None:
