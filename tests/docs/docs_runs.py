@@ -47,7 +47,7 @@ SHORT: dict[str, tuple[int, int, list[str]]] = {
     ),
     "fp16_overflow": (20, 30, []),
     "fp16_collapse": (40, 100, []),
-    "bad_rank": (30, 55, ["faults.bad_rank.std=2.5"]),
+    "bad_rank": (60, 85, ["faults.bad_rank.std=2.5"]),
 }
 # Options that keep another example or a benchmark to a few seconds.
 FEW = {

@@ -18,8 +18,10 @@ Commands run as typed, with these changes:
 from __future__ import annotations
 
 import ast
+import contextlib
 import doctest
 import importlib.util
+import io
 import json
 import re
 import shlex
@@ -278,14 +280,26 @@ def test_every_kind_of_failure_has_one_page_that_speaks_of_it() -> None:
         assert f"`{kind}`" in (folder / page).read_text(encoding="utf-8"), f"{page} does not speak of {kind}"
 
 
+def why_refused(words: Sequence[str]) -> str | None:
+    """What the parser says against a command line."""
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            cli.build_parser().parse_args(words)
+        except SystemExit:
+            return err.getvalue()
+    return None
+
+
 def test_inline_command_lines_parse() -> None:
     """``lightning-sentinel report RUN`` in running text or a table: the command and its options exist."""
     seen = 0
     for page in PAGES:
         for line in re.findall(r"`lightning-sentinel (\w[^`|\n]*)`", page.read_text(encoding="utf-8")):
             words = shlex.split(line.replace(" N", " 1"))
-            if len(words) > 1:  # else only its name is said
-                cli.build_parser().parse_args([w for w in words if w != "..."])
+            if len(words) > 1 and "--help" not in words:  # else only its name is said
+                # What stands for a run may be left out in running text; what is there must be understood.
+                refused = why_refused([w for w in words if w != "..."])
+                assert refused is None or "are required" in refused, f"{page.name}: {line}: {refused}"
                 seen += 1
             assert words[0] in cli.COMMANDS, f"{page.name}: {line}"
     assert seen > 10
