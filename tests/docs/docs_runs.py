@@ -49,10 +49,8 @@ SHORT: dict[str, tuple[int, int, list[str]]] = {
     "fp16_collapse": (40, 100, []),
     "bad_rank": (60, 85, ["faults.bad_rank.std=2.5"]),
 }
-# Options that keep another example or a benchmark to a few seconds.
+# Options that keep another example to a few seconds.
 FEW = {
-    "detection.py": ["--quick", "1000"],
-    "overhead.py": ["--rounds", "2"],
     "image_classifier.py": ["--steps", "85"],
     "gan.py": ["--steps", "130"],
 }
