@@ -199,6 +199,7 @@ def test_blocks(page: Path, page_runner: Page) -> None:
     found = blocks(page)
     if page.name != "command-line.md" and any("runs/a" in b.content or "runs/a" in str(b.marks) for b in found):
         page_runner.train(runs_a(), page_runner.folder / "runs" / "a")
+        sentinel(["report", "runs/a"])
     for block in found:
         page_runner.run(block)
 
