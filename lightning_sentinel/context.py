@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -117,9 +118,10 @@ class RunContext:
     def remember(self, record: StepRecord) -> None:
         """Take a record into the history; of very many ranks fewer are kept, so that the history stays small."""
         self.history.append(record)
-        most = max(HISTORY_LEAST, HISTORY_BYTES // max(record.values.nbytes, 1))
-        while len(self.history) > most:
-            self.history.popleft()
+        if len(self.history) > HISTORY_LEAST:
+            most = max(HISTORY_LEAST, HISTORY_BYTES // max(record.values.nbytes, 1))
+            while len(self.history) > most:
+                self.history.popleft()
 
     def forget_after(self, step: int) -> None:
         """Drop records and rates of ``step`` and later: they belong to an abandoned path."""
@@ -142,11 +144,24 @@ class RunContext:
 
 
 _CONTEXTS: weakref.WeakKeyDictionary[Trainer, RunContext] = weakref.WeakKeyDictionary()
+# Whose context was asked for last: some forty times a step it is the same one again.
+_newest: tuple[Callable[[], Trainer | None], RunContext] | None = None
 
 
 def context_of(trainer: Trainer) -> RunContext:
     """The context of this Trainer, made on first use."""
+    global _newest
+    newest = _newest
+    if newest is not None and newest[0]() is trainer:
+        return newest[1]
     context = _CONTEXTS.get(trainer)
     if context is None:
         context = _CONTEXTS[trainer] = RunContext()
+    _newest = (weakref.ref(trainer, _let_go), context)
     return context
+
+
+def _let_go(gone: Any) -> None:
+    global _newest
+    if _newest is not None and _newest[0] is gone:
+        _newest = None

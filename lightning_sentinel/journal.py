@@ -227,13 +227,29 @@ def journal_dir(run_dir: str | Path) -> Path:
     return Path(run_dir) / "journal"
 
 
-_Pending = str | tuple[dict[str, Any], Callable[[], dict[str, Any]]]  # a line, or its header and what makes the fields
+# A line, or what is in its header (time, event, step, attempt, tokens) and what makes its fields.
+_Later = tuple[float, str, int, int, int, Callable[[], dict[str, Any]]]
+_Pending = str | _Later
 
 
-def _encoded(line: _Pending) -> str:
+def _header(rank: int, now: float, event: str, step: int, attempt: int, tokens: int) -> dict[str, Any]:
+    """What every line begins with."""
+    return {
+        "schema": SCHEMA,
+        "time": round(now, 6),
+        "rank": rank,
+        "attempt": attempt,
+        "step": step,
+        "tokens": tokens,
+        "event": event,
+    }
+
+
+def _encoded(line: _Pending, rank: int) -> str:
     if isinstance(line, str):
         return line
-    header, make = line
+    now, event, step, attempt, tokens, make = line
+    header = _header(rank, now, event, step, attempt, tokens)
     try:
         return to_json(header | make())
     except Exception as error:
@@ -303,7 +319,7 @@ class Journal:
     def write(self, event: str, *, step: int, attempt: int, tokens: int, **fields: Any) -> None:
         """Append one event. A field that bears a header's name, such as ``rank``, is written as ``event_rank``."""
         now = time.time()
-        line = self._line(event, now, step, attempt, tokens)
+        line = _header(self.rank, now, event, step, attempt, tokens)
         for name in _HEADER:
             if name in fields:
                 fields[f"event_{name}"] = fields.pop(name)
@@ -325,20 +341,7 @@ class Journal:
         a fraction of encoding each between two training steps.
         """
         now = time.time()
-        line = self._line(event, now, step, attempt, tokens)
-        self._enqueue((line, make), now)
-
-    def _line(self, event: str, now: float, step: int, attempt: int, tokens: int) -> dict[str, Any]:
-        """What every line begins with."""
-        return {
-            "schema": SCHEMA,
-            "time": round(now, 6),
-            "rank": self.rank,
-            "attempt": attempt,
-            "step": step,
-            "tokens": tokens,
-            "event": event,
-        }
+        self._enqueue((now, event, step, attempt, tokens, make), now)
 
     def _enqueue(self, entry: _Pending, now: float, *, at_once: bool = False, sync: bool = False) -> None:
         """Let an entry wait with the others, and write them all if it is time."""
@@ -368,7 +371,7 @@ class Journal:
             self._drop(self._pending)
             self._pending = []
             return
-        lines, self._pending = [_encoded(line) for line in self._pending], []
+        lines, self._pending = [_encoded(line, self.rank) for line in self._pending], []
         if self._lost_since_write:
             lines.insert(0, self._gap_line())
         try:

@@ -210,7 +210,7 @@ LIMITS: Mapping[str, Mapping[str, Limit]] = {
         "bundle_bytes": _count("bytes"),
     },
     "NonFiniteTracer": {
-        "every_n": _count("steps", 1),
+        "every_n": _count("steps", 1, optional=True),
         "max_traces": _count("traces"),
     },
     "Preflight": {

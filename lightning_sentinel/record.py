@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +46,11 @@ def source_signals(sources: Sequence[str]) -> tuple[str, ...]:
     return tuple(prefix + name for name in sources for prefix in (SOURCE_LOSS, SOURCE_TOKENS))
 
 
+@cache
+def _sources(signals: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(s.removeprefix(SOURCE_LOSS) for s in signals if s.startswith(SOURCE_LOSS))
+
+
 def weighted_mean(values: FloatArray, weights: FloatArray) -> float:
     """Mean of ``values`` weighted by ``weights``; zero weights are left out entirely (0 x NaN does not poison it)."""
     used = weights > 0
@@ -76,6 +82,13 @@ class StepRecord:
     sample_ids: tuple[str, ...] = field(default=(), compare=False)
     restart_step: int | None = None
 
+    @classmethod
+    def of_one(cls, row: list[float], **facts: Any) -> StepRecord:
+        """The record of a run on one rank, from its row as numbers; these are kept beside the matrix."""
+        record = cls(values=np.array([row]), **facts)
+        record.__dict__["numbers"] = row
+        return record
+
     @property
     def world_size(self) -> int:
         return int(self.values.shape[0])
@@ -88,22 +101,28 @@ class StepRecord:
         return self.values[:, index]
 
     @cached_property
-    def _only(self) -> list[float]:
-        """The row of a run on one rank, as numbers: NumPy costs more than the arithmetic there."""
+    def numbers(self) -> list[float]:
+        """The first rank's row as numbers: on one rank NumPy costs more than the arithmetic."""
         row: list[float] = self.values[0].tolist()
         return row
 
     def largest(self, name: str) -> float:
         """Largest value of one signal over the ranks."""
         if len(self.values) == 1 and name in SIGNAL_INDEX:
-            return self._only[SIGNAL_INDEX[name]]
+            return self.numbers[SIGNAL_INDEX[name]]
         return float(self.column(name).max())
+
+    def any(self, name: str) -> bool:
+        """Whether a count or flag is set on any rank."""
+        if len(self.values) == 1 and name in SIGNAL_INDEX:
+            return bool(self.numbers[SIGNAL_INDEX[name]])
+        return bool(self.column(name).any())
 
     @cached_property
     def mean_loss(self) -> float:
         """Token-weighted mean loss over the ranks in nats; NaN if nothing is supervised."""
         if len(self.values) == 1:
-            loss, supervised = self._only[:2]
+            loss, supervised = self.numbers[:2]
             return loss if supervised > 0 else math.nan
         return weighted_mean(self.column("loss_nats"), self.column("supervised_tokens"))
 
@@ -124,7 +143,7 @@ class StepRecord:
     def update_norm(self) -> float:
         """Largest update norm of the ranks; NaN if none has measured one."""
         if len(self.values) == 1:
-            norm = self._only[SIGNAL_INDEX["update_norm"]]
+            norm = self.numbers[SIGNAL_INDEX["update_norm"]]
             return norm if math.isfinite(norm) else math.nan
         norms = self.column("update_norm")
         return float(np.nanmax(norms)) if np.isfinite(norms).any() else math.nan
@@ -132,12 +151,12 @@ class StepRecord:
     @cached_property
     def has_nonfinite(self) -> bool:
         if len(self.values) == 1:
-            return any(self._only[i] for i in _NONFINITE)
+            return any(self.numbers[i] for i in _NONFINITE)
         return bool(self.values[:, _NONFINITE].any())
 
-    @cached_property
+    @property
     def sources(self) -> tuple[str, ...]:
-        return tuple(s.removeprefix(SOURCE_LOSS) for s in self.signals if s.startswith(SOURCE_LOSS))
+        return _sources(self.signals)
 
     @cached_property
     def source_losses(self) -> dict[str, float]:
@@ -146,10 +165,9 @@ class StepRecord:
         if not names:
             return {}
         if self.world_size == 1:
-            pairs = self._only[len(SIGNALS) :]
+            pairs = iter(self.numbers[len(SIGNALS) :])
             return {
-                n: loss if tokens > 0 else math.nan
-                for n, loss, tokens in zip(names, pairs[::2], pairs[1::2], strict=True)
+                n: loss if tokens > 0 else math.nan for n, loss, tokens in zip(names, pairs, pairs, strict=True)
             }
         columns = self.values[:, len(SIGNALS) :].reshape(self.world_size, len(names), 2)
         loss, tokens = columns[..., 0], columns[..., 1]

@@ -174,16 +174,38 @@ class BatchValidator(SentinelCallback):
 
     def check(self, batch: Any, *, step: int, rank: int = 0, epoch: int = 0) -> list[Finding]:
         """Findings on one batch of one rank; remembers its samples, and repairs it where ``neutralise`` says so."""
-        ids = self._ids = sample_ids(batch, self.sample_id_fn)
         self._all_supervised = False
         found = self._parts = parts(batch, self.targets_key)
-        findings = [f for part, names in _with_ids(found, ids) for f in self._check_part(part, names, step, rank)]
+        if len(found) == 1 and found[0].holder is batch and found[0].ids is not None:
+            ids, trusted = list(found[0].ids), True
+        else:
+            ids = sample_ids(batch, self.sample_id_fn)
+            trusted = self.sample_id_fn is not None or has_own_ids(batch)
+        self._ids = ids
+        findings: list[Finding] = []
+        if not (len(found) == 1 and len(ids) == found[0].size and self._is_clean(found[0])):
+            findings = [f for part, names in _with_ids(found, ids) for f in self._check_part(part, names, step, rank)]
         if self.known_ids is not None:
             findings += self._unseen(ids, step, rank)
         if self.repeats == "report" and ids:
-            trusted = self.sample_id_fn is not None or has_own_ids(batch)
-            findings += self._repeated(ids, self._passes(found, ids, epoch), step, rank, trusted)
+            passes = self._passes(found, ids, epoch)
+            numbers = self._seen.numbers(ids, passes)
+            if self._seen.all_new(numbers):
+                self._lasting, self._run_place, self._run_length = [], -1, 0
+                self._seen.add_new(numbers, step)
+            else:
+                findings += self._repeated(ids, passes, step, rank, trusted)
         return findings
+
+    def _is_clean(self, part: Part) -> bool:
+        """True for a batch on the CPU that the screen passes and that fits, told with as few operations as possible."""
+        documents = part.document_ids
+        if self._screens(part) and (documents is None or documents.shape == part.tokens.shape):  # type: ignore[union-attr]
+            assert part.tokens is not None
+            assert part.targets is not None
+            if part.tokens.device.type == part.targets.device.type == "cpu":
+                return not self._screen_on_host(part.tokens.numpy(), part.targets.numpy(), documents)
+        return False
 
     def _check_part(self, part: Part, ids: Sequence[str], step: int, rank: int) -> Iterator[Finding]:
         size = part.size
@@ -239,23 +261,9 @@ class BatchValidator(SentinelCallback):
         Says the same of a healthy batch as :meth:`_checks`, at a quarter of its operations; what it raises is looked at
         by them.
         """
-        tokens, targets, documents = part.tokens, part.targets, part.document_ids
-        usual = (
-            tokens is not None
-            and targets is not None
-            and self.vocabulary_size is not None
-            and tokens.dim() == 2
-            and tokens.shape == targets.shape
-            and is_integer(tokens)
-            and is_integer(targets)
-            and tokens.dtype == targets.dtype
-            and tokens.numel() > 0
-            and part.attention_mask is None
-            and part.loss_mask is None
-            and part.weights is None
-        )
-        if not usual:
+        if not self._screens(part):
             return None
+        tokens, targets, documents = part.tokens, part.targets, part.document_ids
         assert tokens is not None
         assert targets is not None
         assert self.vocabulary_size is not None
@@ -269,24 +277,42 @@ class BatchValidator(SentinelCallback):
             trouble = trouble | (documents[:, 1:] < documents[:, :-1]).any()
         return trouble
 
+    def _screens(self, part: Part) -> bool:
+        """Whether this is the usual batch, which is screened before any check is made."""
+        tokens, targets = part.tokens, part.targets
+        return (
+            tokens is not None
+            and targets is not None
+            and self.vocabulary_size is not None
+            and tokens.dim() == 2
+            and tokens.shape == targets.shape
+            and is_integer(tokens)
+            and tokens.dtype is targets.dtype
+            and tokens.numel() > 0
+            and part.attention_mask is None
+            and part.loss_mask is None
+            and part.weights is None
+        )
+
     def _screen_on_host(
         self, tokens: NDArray[np.integer], targets: NDArray[np.integer], documents: Tensor | None
     ) -> bool:
         assert self.vocabulary_size is not None
-        if tokens.min() < 0 or max(tokens.max(), targets.max()) >= self.vocabulary_size:
+        # Seen without their sign, negative numbers are the largest: one reduction for both bounds.
+        if _largest_unsigned(tokens) >= self.vocabulary_size:
             return True
-        lowest = targets.min()
-        self._all_supervised = bool(lowest >= 0) and self.ignore_index < 0 and len(self._parts) == 1
-        if lowest < 0:
-            supervised = targets[targets != self.ignore_index]
-            if not supervised.size or supervised.min() < 0:
+        if _largest_unsigned(targets) < self.vocabulary_size:
+            self._all_supervised = self.ignore_index < 0 and len(self._parts) == 1
+            if self.ignore_index >= 0 and (targets == self.ignore_index).all():
                 return True
-        elif self.ignore_index >= 0 and (targets == self.ignore_index).all():
-            return True
+        else:
+            supervised = targets[targets != self.ignore_index]
+            if not supervised.size or _largest_unsigned(supervised) >= self.vocabulary_size:
+                return True
         if documents is None or documents.dim() != 2 or documents.shape[1] < 2:
             return False
         rises = documents.numpy() if documents.device.type == "cpu" else documents.cpu().numpy()
-        return bool((rises[:, 1:] < rises[:, :-1]).any())
+        return bool(np.logical_or.reduce(rises[:, 1:] < rises[:, :-1], axis=None))
 
     def _checks(self, part: Part) -> Iterator[_Check]:
         """The checks that need values; each a flag for each sample, still on the device."""
@@ -511,6 +537,14 @@ class BatchValidator(SentinelCallback):
             message += f"; half or more of each batch since step {self._lasting[0][0]} was repeated"
             names = list(dict.fromkeys(name for _, repeated in self._lasting for name in repeated))
         return self._finding(message, step, rank, names, evidence, severity, FindingKind.REPEATED_SAMPLES)
+
+
+_UNSIGNED = {np.dtype(f"i{n}"): np.dtype(f"u{n}") for n in (1, 2, 4, 8)}
+
+
+def _largest_unsigned(values: NDArray[np.integer]) -> int:
+    dtype = _UNSIGNED.get(values.dtype)
+    return int(np.maximum.reduce(values if dtype is None else values.view(dtype), axis=None))
 
 
 def _check(

@@ -744,10 +744,11 @@ class IncidentResponse(SentinelCallback):
 
     def _mark_healthy(self, trainer: Trainer, record: StepRecord, window: StepWindow | None = None) -> None:
         mark_healthy(trainer, window)
+        context = self.context(trainer)
+        if not context.snapshots or any(i.is_open and i.kinds - REPORT_ONLY for i in context.incidents):
+            return
         rollback = find_callback(trainer, Rollback)
-        if rollback is not None and not any(
-            i.is_open and i.kinds - REPORT_ONLY for i in self.context(trainer).incidents
-        ):
+        if rollback is not None:
             rollback.mark_known_good(trainer, record.step - self.probation_steps)
 
     # ------------------------------------------------------------------------------------------------------ journal

@@ -31,6 +31,10 @@ from .base import SentinelCallback, find_callback
 
 log = logging.getLogger("lightning_sentinel")
 
+# Steps between two in which a value is looked for that reaches neither loss nor gradient: reading a layer's output once
+# more costs a CPU as much as everything else that the suite does in a step.
+ON_CPU_EVERY = 8
+
 
 class NonFiniteTracer(SentinelCallback):
     """On a non-finite loss or gradient, replays the step before the update and names what made the value.
@@ -60,7 +64,9 @@ class NonFiniteTracer(SentinelCallback):
             patterns of ``named_modules()`` paths, such as ``["layers.*"]`` for the layers and all that is in them, says
             more of a value that does not come again, at one more sum over an output for each; an empty list turns the
             flags off. What comes again on a replay is traced to its operator in any case.
-        every_n: Flag every so many steps. On the CPU the flags are read in the same step, elsewhere one step later.
+        every_n: Flag every so many steps; None: in every step on an accelerator, in every eighth on the CPU. There a step
+            in between is flagged, too, if its loss is not finite: outputs are kept until it is known. On the CPU the flags
+            are read in the same step, elsewhere one step later.
         anomaly: Run the replay under autograd's anomaly mode: the report then has the forward's traceback of a
             non-finite backward (slower).
         max_traces: At most so many traces in one fit without an ``IncidentResponse``, and so many armed steps.
@@ -72,7 +78,7 @@ class NonFiniteTracer(SentinelCallback):
     def __init__(
         self,
         boundaries: str | Sequence[str] = "auto",
-        every_n: int = 1,
+        every_n: int | None = None,
         anomaly: bool = False,
         max_traces: int = 16,
         replay: bool = True,
@@ -91,6 +97,7 @@ class NonFiniteTracer(SentinelCallback):
         self._context: RunContext | None = None
         self._hooks: list[tuple[nn.Module, str, RemovableHandle]] = []
         self._deeper: list[RemovableHandle] = []  # of one step
+        self._holds, self._every = False, 1
         self._forget()
 
     def _forget(self) -> None:
@@ -99,6 +106,8 @@ class NonFiniteTracer(SentinelCallback):
         self._unread: deque[_Flags] = deque()
         self._in_record: deque[tuple[int, int]] = deque(maxlen=8)  # (attempt, step) whose record is not finite itself
         self._alarmed = ""  # the first bad boundary of the last flagged step
+        self._held: list[_Held] = []  # outputs of a forward whose loss is not known yet
+        self._overwritten: set[str] = set()  # paths whose output is changed in place before that
         self._arm_next, self._armed_steps = False, 0
         self._armed: ArmedStep | None = None
 
@@ -119,6 +128,8 @@ class NonFiniteTracer(SentinelCallback):
                 [p for p in modules if p][:5],
             )
         self._hooks = [(modules[p], p, self._register(modules[p], p)) for p in paths]
+        self._holds = trainer.strategy.root_device.type == "cpu"
+        self._every = self.every_n or (ON_CPU_EVERY if self._holds else 1)
         if trainer.global_step == 0:
             self._scan_state(trainer, pl_module)
 
@@ -188,11 +199,16 @@ class NonFiniteTracer(SentinelCallback):
             if context is None or torch.compiler.is_compiling() or not module.training or _private.in_backward():
                 return
             window = context.window
-            if window is None or context.scratch.get(REPLAYING) or window.step % self.every_n:
+            if window is None or context.scratch.get(REPLAYING):
                 return
-            total = total_of(output)
-            if total is not None:
-                window.boundary_flags.append((len(window.micro_batches) - 1, path, _at_hand(total)))
+            due, micro_batch = window.step % self._every == 0 or bool(self._deeper), len(window.micro_batches) - 1
+            if not due and self._holds and type(output) is Tensor and path not in self._overwritten:
+                self._held.append((micro_batch, path, output, output._version))
+            elif (due or self._holds) and (total := total_of(output)) is not None:
+                if due:
+                    window.boundary_flags.append((micro_batch, path, _at_hand(total)))
+                else:
+                    self._held.append((micro_batch, path, total, 0))
 
         return hook
 
@@ -225,25 +241,51 @@ class NonFiniteTracer(SentinelCallback):
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._armed is not None:
             self._armed.watch(loss)
+        if self._held:
+            self._let_go(self.context(trainer), loss)
+
+    @torch.no_grad()
+    def _let_go(self, context: RunContext, loss: Tensor) -> None:
+        """Flag the outputs that were held if the loss that they led to is not finite, and hold them no longer.
+
+        Until here the graph holds them as well, so this takes no memory.
+        """
+        held, self._held = self._held, []
+        sound = []
+        for entry in held:
+            _, path, output, version = entry
+            if output._version == version:
+                sound.append(entry)
+            else:
+                self._overwritten.add(path)  # what it was is gone: from now on it is flagged at once
+        window = context.window
+        if window is None or math.isfinite(loss.item()):
+            return
+        for micro_batch, path, output, _ in sound:
+            total = total_of(output)
+            if total is not None:
+                window.boundary_flags.append((micro_batch, path, _at_hand(total)))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._armed is not None:
             self._armed.disable()  # until the step's next micro-batch
-        self._remove_deeper()
-        self._read_flags(trainer)
+        self._held = []  # a loss that nobody announced
+        if self._deeper:
+            self._remove_deeper()
+        if self._unread:
+            self._read_flags(trainer)
 
     def _opens_a_step(self, trainer: Trainer) -> bool:
         """Whether the batch that starts now is the first of its optimizer step: the capture has not seen it yet."""
         window = self.context(trainer).window
         return window is None or (window.step, window.attempt) != (trainer.global_step, self.context(trainer).attempt)
 
-    @torch.no_grad()
     def _take_flags(self, trainer: Trainer) -> None:
         """At the gate: reduce the step's flags to one value on the device, and let it be copied to the host."""
         window = self.context(trainer).window
-        if window is None:
+        if window is None or not window.boundary_flags:
             return
         known = self._taken[1] if self._taken[0] is window.boundary_flags else 0
         flags = window.boundary_flags[known:]
@@ -252,7 +294,7 @@ class NonFiniteTracer(SentinelCallback):
             return
         bad: Tensor | bool = any(not math.isfinite(t) for _, _, t in flags if isinstance(t, float))
         copied = None
-        elsewhere = [t for _, _, t in flags if isinstance(t, Tensor)]
+        elsewhere = [t.detach() for _, _, t in flags if isinstance(t, Tensor)]
         if elsewhere and not bad:
             device = elsewhere[0].device
             wide = any(total.dtype == torch.float64 for total in elsewhere)
@@ -411,6 +453,9 @@ class NonFiniteTracer(SentinelCallback):
         )
         self.reports.append(report)
         return report
+
+
+_Held = tuple[int, str, Tensor, int]  # micro-batch, module path, output or its sum, and its version then
 
 
 @dataclass

@@ -263,7 +263,7 @@ class Preflight(SentinelCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_step > 0:
+        if (self._first or self._width is not None) and trainer.global_step > 0:
             self._first = False
             self._stop_looking()
 

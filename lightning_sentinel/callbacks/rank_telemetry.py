@@ -47,6 +47,11 @@ ALL_RANKS, KEPT_OUTLIERS = 64, 8
 
 # Findings that callbacks leave for the next gate, once.
 ONCE = ("start_findings", "restart_findings")
+_LEFT = ("batch_findings", *ONCE)
+
+GRAD_NORM, UPDATE_NORM, TOKENS, NONFINITE_GRADS, TERMINATED = (
+    SIGNAL_INDEX[name] for name in ("grad_norm", "update_norm", "tokens", "nonfinite_grads", "terminated")
+)
 
 
 def token_probability(loss_nats: float) -> float:
@@ -83,15 +88,28 @@ def total_norm(
         shares: What each tensor's norm is multiplied by: ``1 / sqrt(n)`` where it lies on ``n`` ranks and the squares of all
             ranks will be summed.
     """
-    norms = list(torch._foreach_norm(list(tensors), 2, dtype=dtype))
+    norms = _norms(list(tensors), dtype)
     if shares is not None:
         norms = list(torch._foreach_mul(norms, list(shares)))
-    if norms[0].device.type == "cpu":  # after a backward every further kernel is called with cold caches
+    if norms[0].device.type == "cpu":
         return torch.tensor(math.hypot(*(n.item() for n in norms)), dtype=torch.float64)
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms).double())
     return total
 
 
+def norm_on_host(tensors: Sequence[Tensor]) -> float:
+    """:func:`total_norm` in float32 of tensors on the CPU, as a number."""
+    return math.hypot(*[n.item() for n in _norms(list(tensors), torch.float32)])
+
+
+def _norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    # Named, even the tensors' own dtype costs a conversion check for each of them.
+    if all(t.dtype is dtype for t in tensors):
+        return list(torch._foreach_norm(tensors, 2))
+    return list(torch._foreach_norm(tensors, 2, dtype=dtype))
+
+
+_Values = npt.NDArray[np.float64] | list[float]  # a record's matrix; of one rank on the CPU its row
 _Row = tuple[StepRecord, bool, int, int, int]  # record, applied, applied steps so far, epoch, batch index
 
 
@@ -185,6 +203,11 @@ class RankTelemetry(SentinelCallback):
         self._data_seconds = 0.0
         self._waiting: Waiting | None = None
         self._speaks = True
+        self._seen_callbacks: list[Any] = []
+        self._observers: list[Callable[[StepRecord], list[Finding]]] = []
+        self._response: Any = None
+        self._on_host = False  # one rank on the CPU: the row is a list of numbers
+        self._sharded: dict[int, bool] = {}  # by optimizer
         self._share: dict[int, float] = {}  # of a sharded run: 1 / sqrt(ranks on which this parameter's part lies)
         self._gated = False
         self._batch_idx = 0
@@ -219,6 +242,8 @@ class RankTelemetry(SentinelCallback):
         if self.gather_within and trainer.world_size > 1:
             timeout = collective_timeout(trainer)
             self._stages = TwoStages(trainer.world_size, self.gather_within, timeout)
+        self._on_host = trainer.world_size == 1 and trainer.strategy.root_device.type == "cpu"
+        self._sharded = {id(o): is_sharded(o) for o in trainer.optimizers}
         parameters = [p for o in trainer.optimizers for group in o.param_groups for p in group["params"]]
         self._share = {}
         if trainer.world_size > 1 and any(map(is_sharded, trainer.optimizers)):
@@ -242,7 +267,8 @@ class RankTelemetry(SentinelCallback):
         self._counted = False  # True once a gate has counted the tokens of this window
         self._supervised: list[Tensor | float] = []
         self._tokens: list[Tensor | float] = []
-        self._by_source: Tensor | None = None
+        self._by_source: Tensor | None = None  # nats and tokens by source, [2, sources]; on the CPU:
+        self._host_sources: list[list[float]] | None = None
         self._ids: list[str] = []
         self._backward_in_batch = 0
 
@@ -300,13 +326,14 @@ class RankTelemetry(SentinelCallback):
         counts = getattr(pl_module, "sample_tokens", None)
         n = len(self._source_names)
         if losses.device.type == "cpu":
-            totals, tokens = self._by_source.tolist() if self._by_source is not None else ([0.0] * n, [0.0] * n)
+            if self._host_sources is None:
+                self._host_sources = [[0.0] * n, [0.0] * n]
+            totals, tokens = self._host_sources
             shares = [1.0] * len(losses) if counts is None else counts.tolist()
             for i, nats, share in zip(source.tolist(), losses.tolist(), shares, strict=True):
                 if share > 0:
                     totals[i] += nats * share
                     tokens[i] += share
-            self._by_source = torch.tensor([totals, tokens], dtype=torch.float64)
             return
         weights = torch.ones_like(losses, dtype=torch.float64) if counts is None else counts.double()
         sums = torch.zeros(2, n, dtype=torch.float64, device=losses.device)
@@ -319,7 +346,7 @@ class RankTelemetry(SentinelCallback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         context = self.context(trainer)
         context.held = False
-        facts, matrix = self._pack(trainer, optimizer)
+        facts, rows = self._pack(trainer, optimizer)
         context.drawn.append((facts.step, facts.sample_ids))
         context.rates.append((facts.step, _planned_rates(trainer, optimizer), facts.learning_rates))
         self._gated = True
@@ -327,13 +354,14 @@ class RankTelemetry(SentinelCallback):
             self._judge_earlier(trainer, pl_module, optimizer)
             if context.held:  # the run goes back to before the earlier step: this one has never been
                 return
-        if self.lag.reads_now(trainer, facts) or self.lag.keep_out(trainer, optimizer, matrix, facts):
-            values = self._look_again(trainer, optimizer, read_now(matrix))
+        if self.lag.reads_now(trainer, facts) or self.lag.keep_out(trainer, optimizer, _matrix(rows), facts):
+            values = self._look_again(trainer, optimizer, rows if isinstance(rows, list) else read_now(rows))
             facts.applied = self._judge(trainer, pl_module, optimizer, facts, values)
         self._start_update_norm(optimizer, facts.step, context.held)
         if not pl_module.automatic_optimization:
             # Another optimizer may follow in this batch: its record must not carry this one's loss, nor count tokens twice.
-            self._losses, self._weights, self._by_source = [], [], None
+            self._losses, self._weights = [], []
+            self._by_source = self._host_sources = None
             self._backward_in_batch, self._counted = 0, True
 
     def _judge(
@@ -342,22 +370,23 @@ class RankTelemetry(SentinelCallback):
         pl_module: LightningModule,
         optimizer: Optimizer,
         facts: Facts,
-        values: npt.NDArray[np.float64],
+        values: _Values,
     ) -> bool:
         """Make the record, show it to the detectors, and let the response answer; whether the update goes in."""
         context = self.context(trainer)
         record = self._record(trainer, facts, values)
         context.scratch["live_losses"] = facts.losses
         findings = self._findings(trainer, record, facts)
-        response = next((c for c in trainer.callbacks if hasattr(c, "decide")), None)  # type: ignore[attr-defined]
+        response = self._response
         if response is not None:
             response.decide(trainer, pl_module, optimizer, record, findings)
         else:
             for finding in findings:
                 context.write(trainer, "finding", finding=finding.to_dict())
-        skipped_by_scaler = bool(record.column("nonfinite_grads").any()) and scaler_of(trainer) is not None
+        skipped_by_scaler = record.any("nonfinite_grads") and scaler_of(trainer) is not None
         applied = facts.has_grads and not context.held and not skipped_by_scaler
-        self._count(context, record, applied, quiet=not any(f.severity is Severity.INCIDENT for f in findings))
+        quiet = not findings or not any(f.severity is Severity.INCIDENT for f in findings)
+        self._count(context, record, applied, quiet=quiet)
         self._rows.append((record, applied, context.applied_steps, facts.epoch, facts.batch_idx))
         return applied
 
@@ -376,7 +405,7 @@ class RankTelemetry(SentinelCallback):
             context.record = None
             return
         self._rows.append((record, applied, context.applied_steps, facts.epoch, facts.batch_idx))
-        response = next((c for c in trainer.callbacks if hasattr(c, "decide")), None)  # type: ignore[attr-defined]
+        response = self._response
         if response is not None:
             response.decide_late(
                 trainer, pl_module, optimizer, record, findings, kept_out=kept_out, window=facts.window
@@ -389,17 +418,26 @@ class RankTelemetry(SentinelCallback):
 
     def _findings(self, trainer: Trainer, record: StepRecord, facts: Facts) -> list[Finding]:
         findings = list(self.nonfinite.observe(record))
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if callback is not self and hasattr(callback, "observe"):
-                findings.extend(callback.observe(record))
+        self._find_listeners(trainer)
+        for observe in self._observers:
+            findings += observe(record)
         # Of the batch validator, of the scan at the start and of a resume, of all ranks. Whether there are any was gathered
         # with the record, so that every rank takes part in the exchange or none does.
-        if record.column("invalid_batch").any():
+        if record.any("invalid_batch"):
             others = gather_objects(trainer, [f.to_dict() for f in facts.findings])
             findings.extend(Finding.from_dict(f) for f in others)
             for name in ONCE:
                 self.context(trainer).scratch.pop(name, None)
         return findings
+
+    def _find_listeners(self, trainer: Trainer) -> None:
+        """Who looks at records and who answers them; looked for again where the Trainer's callbacks have changed."""
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        if self._seen_callbacks == callbacks:
+            return
+        self._seen_callbacks = list(callbacks)
+        self._observers = [c.observe for c in callbacks if c is not self and hasattr(c, "observe")]
+        self._response = next((c for c in callbacks if hasattr(c, "decide")), None)
 
     @staticmethod
     def _count(context: RunContext, record: StepRecord, applied: bool, *, quiet: bool) -> None:
@@ -409,54 +447,62 @@ class RankTelemetry(SentinelCallback):
         if not context.held and quiet:
             context.remember(record)
 
-    def _record(self, trainer: Trainer, facts: Facts, values: npt.NDArray[np.float64]) -> StepRecord:
+    def _record(self, trainer: Trainer, facts: Facts, values: _Values) -> StepRecord:
         context = self.context(trainer)
-        self._finish_norms(values, facts.sharded)
-        record = StepRecord(
-            step=facts.step,
-            values=values,
-            attempt=facts.attempt,
-            tokens=context.tokens + int(values[:, SIGNAL_INDEX["tokens"]].sum()),
-            signals=self._signals,
-            learning_rates=facts.learning_rates,
-            sample_ids=facts.sample_ids,
-            restart_step=context.restart_step,
-        )
+        known: dict[str, Any] = {
+            "step": facts.step,
+            "attempt": facts.attempt,
+            "signals": self._signals,
+            "learning_rates": facts.learning_rates,
+            "sample_ids": facts.sample_ids,
+            "restart_step": context.restart_step,
+        }
+        if isinstance(values, list):
+            values[NONFINITE_GRADS] = float(not math.isfinite(values[GRAD_NORM]))
+            record = StepRecord.of_one(values, tokens=context.tokens + int(values[TOKENS]), **known)
+            context.terminated_ranks = (0,) if values[TERMINATED] else ()
+        else:
+            self._finish_norms(values, facts.sharded)
+            record = StepRecord(values=values, tokens=context.tokens + int(values[:, TOKENS].sum()), **known)
+            context.terminated_ranks = tuple(int(rank) for rank in record.column("terminated").nonzero()[0])
         context.record = record
-        context.terminated_ranks = tuple(int(rank) for rank in record.column("terminated").nonzero()[0])
         context.tokens = record.tokens
         context.nominal_steps += 1
         return record
 
-    def _pack(self, trainer: Trainer, optimizer: Optimizer) -> tuple[Facts, Tensor]:
-        """What the host knows of this step, and the gathered rows, ``[world_size, n_signals]``, on the device."""
+    def _pack(self, trainer: Trainer, optimizer: Optimizer) -> tuple[Facts, Tensor | list[float]]:
+        """What the host knows of this step, and the gathered rows, ``[world_size, n_signals]``, on the device.
+
+        Of one rank on the CPU the row as numbers: between two steps a kernel on a few numbers costs as much as all of this.
+        """
         now = time.perf_counter()
         step_seconds, self._clock = now - self._clock, now
         grads = gradients(optimizer)
         device = trainer.strategy.root_device
-        norm = (
-            total_norm(grads, shares=self._shares(optimizer))
-            if grads
-            else torch.zeros((), dtype=torch.float64, device=device)
-        )
         scale = scale_of_gradients(trainer, optimizer)
-        if isinstance(scale, Tensor):
-            norm = norm / scale
+        norm: Tensor | float = 0.0
+        if grads and self._on_host:
+            norm = norm_on_host(grads) / float(scale)
+        elif grads:
+            norm = total_norm(grads, shares=self._shares(optimizer)) / scale
         context = self.context(trainer)
+        sharded = self._sharded.get(id(optimizer))
         facts = Facts(
             step=trainer.global_step,
             attempt=context.attempt,
-            learning_rates=tuple(float(group["lr"]) for group in optimizer.param_groups),
+            learning_rates=tuple([float(group["lr"]) for group in optimizer.param_groups]),
             sample_ids=tuple(self._ids),
-            findings=self._own_findings(trainer),
+            findings=self._own_findings(context),
             losses=self._losses,
             has_grads=bool(grads),
-            sharded=is_sharded(optimizer),
+            sharded=is_sharded(optimizer) if sharded is None else sharded,
             epoch=trainer.current_epoch,
             batch_idx=self._batch_idx,
             window=context.window,
         )
         row = self._row(trainer, norm, step_seconds, not grads, len(facts.findings), device)
+        if isinstance(row, list):
+            return facts, row
         if self._waiting is None:
             return facts, gather_flat(row, trainer.world_size, self._stages)
         begin = time.perf_counter()
@@ -469,37 +515,46 @@ class RankTelemetry(SentinelCallback):
             return None
         return [self._share[id(p)] for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
-    def _look_again(
-        self, trainer: Trainer, optimizer: Optimizer, values: npt.NDArray[np.float64]
-    ) -> npt.NDArray[np.float64]:
+    def _look_again(self, trainer: Trainer, optimizer: Optimizer, values: _Values) -> _Values:
         """The same values with an exact gradient norm where the cheap one is odd.
 
         The float32 sum may have overflowed or underflowed. Everybody sees it, so everybody looks again.
         """
-        norms = values[:, SIGNAL_INDEX["grad_norm"]]
+        if isinstance(values, list):
+            norm = values[GRAD_NORM]
+            if not (norm < FLOAT32_SQUARE_LIMIT and (norm > 1e-12 or norm == 0)):
+                values[GRAD_NORM] = float(self._exact_norm(trainer, optimizer))
+            return values
+        norms = values[:, GRAD_NORM]
         if not ((norms < FLOAT32_SQUARE_LIMIT) & ((norms > 1e-12) | (norms == 0))).all():
-            grads, device = gradients(optimizer), trainer.strategy.root_device
-            scale = scale_of_gradients(trainer, optimizer)
-            exact = torch.zeros((), dtype=torch.float64, device=device)
-            if grads:
-                exact = total_norm(grads, torch.float64, self._shares(optimizer))
-            if isinstance(scale, Tensor):
-                exact = exact / scale
-            norms[:] = read_now(gather_flat(exact.reshape(1).to(device), trainer.world_size))[:, 0]
+            exact = self._exact_norm(trainer, optimizer).reshape(1).to(trainer.strategy.root_device)
+            norms[:] = read_now(gather_flat(exact, trainer.world_size))[:, 0]
         return values
+
+    def _exact_norm(self, trainer: Trainer, optimizer: Optimizer) -> Tensor:
+        """0-dim float64."""
+        grads = gradients(optimizer)
+        if not grads:
+            return torch.zeros((), dtype=torch.float64, device=trainer.strategy.root_device)
+        return total_norm(grads, torch.float64, self._shares(optimizer)) / scale_of_gradients(trainer, optimizer)
 
     @staticmethod
     def _finish_norms(matrix: np.ndarray[Any, Any], sharded: bool) -> None:
-        for name in ("grad_norm", "update_norm"):
-            column = matrix[:, SIGNAL_INDEX[name]]
+        for index in (GRAD_NORM, UPDATE_NORM):
+            column = matrix[:, index]
             if sharded:  # parts of one vector: the whole has the root of the summed squares
                 column[:] = math.sqrt(float(np.square(column).sum()))
-        norms = matrix[:, SIGNAL_INDEX["grad_norm"]]
-        matrix[:, SIGNAL_INDEX["nonfinite_grads"]] = ~np.isfinite(norms)
+        matrix[:, NONFINITE_GRADS] = ~np.isfinite(matrix[:, GRAD_NORM])
 
     def _row(
-        self, trainer: Trainer, norm: Tensor, step_seconds: float, no_grads: bool, invalid: int, device: torch.device
-    ) -> Tensor:
+        self,
+        trainer: Trainer,
+        norm: Tensor | float,
+        step_seconds: float,
+        no_grads: bool,
+        invalid: int,
+        device: torch.device,
+    ) -> Tensor | list[float]:
         """This rank's row, ``[n_signals]`` float64 on the device: host numbers in one copy, the rest stays there."""
         scaler = scaler_of(trainer)
         loss, supervised, tokens, bad = self._window_totals(device)
@@ -521,16 +576,19 @@ class RankTelemetry(SentinelCallback):
             float(self.context(trainer).terminating),
             self._waiting.take() if self._waiting is not None else 0.0,
         )
+        if self._on_host:
+            row = [v.item() if isinstance(v, Tensor) else v for v in values]
+            return [*row, *self._host_source_row()] if self._source_names else row
         values = tuple(v.item() if isinstance(v, Tensor) and v.device.type == "cpu" else v for v in values)
         known = torch.tensor([math.nan if isinstance(v, Tensor) else v for v in values], dtype=torch.float64)
-        row = known.to(device, non_blocking=True)
+        on_device = known.to(device, non_blocking=True)
         places = tuple(i for i, value in enumerate(values) if isinstance(value, Tensor))
         if places:
             scalars = torch.stack([v.to(device, torch.float64).reshape(()) for v in values if isinstance(v, Tensor)])
             if places not in self._places:
                 self._places[places] = torch.tensor(places, device=device)
-            row.index_copy_(0, self._places[places], scalars)
-        return torch.cat([row, self._source_row(device)]) if self._source_names else row
+            on_device.index_copy_(0, self._places[places], scalars)
+        return torch.cat([on_device, self._source_row(device)]) if self._source_names else on_device
 
     def _window_totals(self, device: torch.device) -> tuple[Tensor | float, ...]:
         """Loss, supervised tokens, tokens and count of non-finite losses: numbers where the host knows them anyway."""
@@ -549,23 +607,24 @@ class RankTelemetry(SentinelCallback):
         loss = torch.where(weights > 0, losses * weights, 0.0).sum() / weights.sum()
         return loss, weights.sum(), tokens, bad
 
+    def _host_source_row(self) -> list[float]:
+        """Mean loss and tokens of each source in turn."""
+        if self._host_sources is None or not self._speaks:
+            return [math.nan, 0.0] * len(self._source_names)
+        nats, tokens = self._host_sources
+        return [x for s, t in zip(nats, tokens, strict=True) for x in (s / t if t else math.nan, t)]
+
     def _source_row(self, device: torch.device) -> Tensor:
-        n = len(self._source_names)
-        sums = (
-            self._by_source
-            if self._by_source is not None and self._speaks
-            else torch.zeros(2, n, dtype=torch.float64, device=device)
-        )
-        if sums.device.type == "cpu":
-            nats, tokens = sums.tolist()
-            pairs = [x for s, t in zip(nats, tokens, strict=True) for x in (s / t if t else math.nan, t)]
-            return torch.tensor(pairs, dtype=torch.float64).to(device, non_blocking=True)
+        if self._by_source is None or not self._speaks:
+            return torch.tensor(self._host_source_row(), dtype=torch.float64).to(device, non_blocking=True)
+        sums = self._by_source
         return torch.stack([sums[0] / sums[1], sums[1]], dim=1).reshape(-1).to(device)
 
-    def _own_findings(self, trainer: Trainer) -> list[Finding]:
+    @staticmethod
+    def _own_findings(context: RunContext) -> list[Finding]:
         """What other callbacks of this rank have found since the last gate."""
-        scratch = self.context(trainer).scratch
-        return [f for name in ("batch_findings", *ONCE) for f in scratch.get(name, [])]
+        scratch = context.scratch
+        return [f for name in _LEFT for f in scratch.get(name, ())]
 
     # ----------------------------------------------------------------------------------- after the step: update norm
 
@@ -607,12 +666,11 @@ class RankTelemetry(SentinelCallback):
         every = int(context.scratch.get("step_interval", 1))
         if not every or record.step % every:
             return
-        where = {"step": record.step, "attempt": record.attempt, "tokens": record.tokens}
-        make = partial(step_fields, *row, trainer.global_rank)
-        if isinstance(context.journal, Journal):
-            context.journal.write_later("step", make, **where)
+        journal, make = context.journal, partial(step_fields, *row, trainer.global_rank)
+        if isinstance(journal, Journal):
+            journal.write_later("step", make, step=record.step, attempt=record.attempt, tokens=record.tokens)
         else:
-            context.journal.write("step", **where, **make())
+            journal.write("step", step=record.step, attempt=record.attempt, tokens=record.tokens, **make())
 
     def _log_metrics(self, trainer: Trainer) -> None:
         row = self._rows[-1]
@@ -648,7 +706,9 @@ class RankTelemetry(SentinelCallback):
             "counted": self._counted,
             "supervised": list(self._supervised),
             "tokens": list(self._tokens),
-            "by_source": self._by_source,
+            "by_source": self._by_source
+            if self._host_sources is None
+            else torch.tensor(self._host_sources, dtype=torch.float64),
             "ids": list(self._ids),
             "unread": self.lag.unread_step,
         }
@@ -660,7 +720,11 @@ class RankTelemetry(SentinelCallback):
         self._weights, self._counted = list(state_dict["weights"]), state_dict["counted"]
         self._supervised = list(state_dict["supervised"])
         self._tokens = list(state_dict["tokens"])
-        self._by_source = state_dict["by_source"]
+        sums = state_dict["by_source"]
+        if sums is not None and sums.device.type == "cpu":
+            self._host_sources = sums.tolist()
+        else:
+            self._by_source = sums
         self._ids = list(state_dict["ids"])
         self.lag.go_back(state_dict.get("unread"))
 
@@ -679,12 +743,30 @@ def outliers(losses: npt.NDArray[np.float64]) -> list[int]:
     return [int(rank) for rank in np.argsort(-height, kind="stable")[:KEPT_OUTLIERS]]
 
 
-def step_fields(
-    record: StepRecord, applied: bool, applied_steps: int, epoch: int, batch_idx: int, rank: int
-) -> dict[str, Any]:
-    """Fields of a ``step`` event."""
+def _one_rank(record: StepRecord) -> dict[str, Any]:
+    """The signals of one rank, from its row as numbers."""
+    row = record.numbers
+    loss = row[0] if math.isfinite(row[0]) else math.nan
+    nonfinite = [0] if row[SIGNAL_INDEX["nonfinite_loss"]] else []
+    return {
+        "loss": record.mean_loss,
+        "loss_min": loss,
+        "loss_median": loss,
+        "loss_max": loss,
+        "worst_rank": 0,
+        "nonfinite_ranks": nonfinite,
+        "nonfinite_rank_count": len(nonfinite),
+        "grad_norm": row[GRAD_NORM],
+        "update_norm": row[UPDATE_NORM] if math.isfinite(row[UPDATE_NORM]) else math.nan,
+        "loss_scale": row[SIGNAL_INDEX["loss_scale"]],
+        "step_seconds": row[SIGNAL_INDEX["step_seconds"]],
+        "data_seconds": row[SIGNAL_INDEX["data_seconds"]],
+        "wait_seconds": row[SIGNAL_INDEX["wait_seconds"]],
+    }
+
+
+def _several_ranks(record: StepRecord) -> dict[str, Any]:
     column = record.column("loss_nats")
-    mine = float(column[rank])
     nonfinite = np.flatnonzero(record.column("nonfinite_loss")).tolist() if record.has_nonfinite else []
     if record.world_size <= ALL_RANKS:  # plain Python is faster for a few numbers
         finite = sorted(x for x in column.tolist() if math.isfinite(x)) or [math.nan]
@@ -694,7 +776,7 @@ def step_fields(
         lowest, middle, highest = (
             (float(sound.min()), float(np.median(sound)), float(sound.max())) if sound.size else (math.nan,) * 3
         )
-    fields = {
+    return {
         "loss": record.mean_loss,
         "loss_min": lowest,
         "loss_median": middle,
@@ -705,11 +787,22 @@ def step_fields(
         "nonfinite_rank_count": len(nonfinite),
         "grad_norm": record.grad_norm,
         "update_norm": record.update_norm,
-        "lr": list(record.learning_rates),
         "loss_scale": float(record.column("loss_scale")[0]),
         "step_seconds": record.largest("step_seconds"),
         "data_seconds": record.largest("data_seconds"),
         "wait_seconds": record.largest("wait_seconds"),
+    }
+
+
+def step_fields(
+    record: StepRecord, applied: bool, applied_steps: int, epoch: int, batch_idx: int, rank: int
+) -> dict[str, Any]:
+    """Fields of a ``step`` event."""
+    alone = record.world_size == 1
+    fields = _one_rank(record) if alone else _several_ranks(record)
+    mine = record.numbers[0] if alone else float(record.column("loss_nats")[rank])
+    fields |= {
+        "lr": list(record.learning_rates),
         "applied": applied,
         "applied_steps": applied_steps,
         "sample_ids": list(record.sample_ids),
@@ -719,8 +812,9 @@ def step_fields(
         "sources": record.source_losses,
     }
     if 1 < record.world_size <= ALL_RANKS:
-        fields["rank_losses"] = [round(x, 6) for x in column.tolist()]
+        fields["rank_losses"] = [round(x, 6) for x in record.column("loss_nats").tolist()]
     elif record.world_size > ALL_RANKS:
+        column = record.column("loss_nats")
         fields["outlier_losses"] = {str(r): round(float(column[r]), 6) for r in outliers(column)}
     fields["batch_idx"] = batch_idx
     return fields
@@ -739,6 +833,10 @@ def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         return value.to(device, torch.float64).reshape(())
     return torch.full((), value, dtype=torch.float64, device=device)
+
+
+def _matrix(rows: Tensor | list[float]) -> Tensor:
+    return torch.tensor([rows], dtype=torch.float64) if isinstance(rows, list) else rows
 
 
 def parts_of(context: RunContext, batch: Any) -> tuple[list[Part], bool]:

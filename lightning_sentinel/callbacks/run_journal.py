@@ -122,6 +122,9 @@ class RunJournal(SentinelCallback):
         self._failures: list[str] = []
         self._rates: list[tuple[int, list[float]]] = []
         self._mixture: dict[str, float] | None = None
+        self._mixture_told: list[Any] = []
+        self._mixing: list[Any] = []  # loaders that say how they mix
+        self._mixing_of: Any = None
         self._reporter: subprocess.Popen[bytes] | None = None
         self._reported_closed = 0
         self._reported_at = 0.0
@@ -153,7 +156,8 @@ class RunJournal(SentinelCallback):
                 self.webhook, timeout_seconds=self.webhook_timeout_seconds, retries=self.webhook_retries
             )
         self._failures = []
-        self._rates, self._mixture = [], None
+        self._rates, self._mixture, self._mixture_told = [], None, []
+        self._mixing, self._mixing_of = [], None
         self._ended = False
         vars(trainer.strategy).pop("on_exception", None)  # left over where another callback failed on an exception
         self._reported_at = time.monotonic()
@@ -243,21 +247,31 @@ class RunJournal(SentinelCallback):
         self._watch_mixture(trainer)
 
     def _watch_rates(self, trainer: Trainer, rates: list[float]) -> None:
-        step = trainer.global_step
-        if self._rates and (step != self._rates[-1][0] + 1 or len(rates) != len(self._rates[-1][1])):
-            self._rates = []  # a rollback, or several optimizers taking turns: no path to compare with
-        group = lr_jump([r for _, r in self._rates], rates)
+        step, before = trainer.global_step, self._rates
+        if before and (step != before[-1][0] + 1 or len(rates) != len(before[-1][1])):
+            before = []  # a rollback, or several optimizers taking turns: no path to compare with
+        group = lr_jump([before[0][1], before[1][1]], rates) if len(before) > 1 else None
         if group is not None:
-            old, new = self._rates[-1][1][group], rates[group]
+            old, new = before[-1][1][group], rates[group]
             self.context(trainer).write(trainer, "lr.changed", old=old, new=new, group=group)
-            self._rates = [(step - 1, rates)]  # the new level is the path from here on
-        self._rates = [*self._rates[-1:], (step, rates)]
+            before = [(step - 1, rates)]  # the new level is the path from here on
+        self._rates = [*before[-1:], (step, rates)]
 
     def _watch_mixture(self, trainer: Trainer) -> None:
+        loaders = trainer.train_dataloader
+        if loaders is not self._mixing_of:
+            self._mixing_of = loaders
+            self._mixing = [x for x in _leaves(loaders) if callable(getattr(x, "mixture_weights", None))]
+        if not self._mixing:
+            return
+        told = [loader.mixture_weights() for loader in self._mixing]
+        if told == self._mixture_told:  # between two knots of its schedule
+            return
+        # A copy: a loader may hand out the mapping that it will change.
+        self._mixture_told = [dict(t) if isinstance(t, Mapping) else list(t) for t in told]
         weights: dict[str, float] = {}
-        for loader in _leaves(trainer.train_dataloader):
-            if callable(getattr(loader, "mixture_weights", None)):
-                weights |= _named_weights(loader)
+        for loader, given in zip(self._mixing, self._mixture_told, strict=True):
+            weights |= _named_weights(loader, given)
         old = self._mixture
         if not weights or (old is not None and not mixture_moved(old, weights)):
             return
@@ -474,7 +488,8 @@ class Status:
 def lr_jump(before: list[list[float]], now: list[float]) -> int | None:
     """The first parameter group whose rate is not where its two predecessors point, or None.
 
-    A linear warm-up, a cosine and an exponential decay are smooth; a milestone, a reset and a hand on the rate are not.
+    A linear warm-up, a cosine and an exponential decay are smooth; a milestone, a reset and a hand on the rate are not. One
+    rate alone shows no slope: the second step of a warm-up doubles the first.
 
     Example:
         >>> lr_jump([[1e-3], [1e-3]], [5e-2])
@@ -483,12 +498,12 @@ def lr_jump(before: list[list[float]], now: list[float]) -> int | None:
         True
     """
     if len(before) < 2:
-        return None  # one rate alone shows no slope: the second step of a warm-up doubles the first
-    for group, rate in enumerate(now):
-        last = before[-1][group]
-        expected = 2 * last - before[-2][group]
-        scale = LR_JUMP * max(abs(rate), abs(last))
-        if abs(rate - expected) > scale and abs(rate - last) > scale:
+        return None
+    for group, (a, b, rate) in enumerate(zip(before[-2], before[-1], now, strict=True)):
+        if rate == b:
+            continue
+        scale = LR_JUMP * max(abs(rate), abs(b))
+        if abs(rate - b) > scale and abs(rate - (2 * b - a)) > scale:
             return group
     return None
 
@@ -551,8 +566,7 @@ def _leaves(loaders: Any) -> Iterator[Any]:
         yield loaders
 
 
-def _named_weights(loader: Any) -> dict[str, float]:
-    weights = loader.mixture_weights()
+def _named_weights(loader: Any, weights: Any) -> dict[str, float]:
     if isinstance(weights, Mapping):
         return {str(k): round(float(v), 6) for k, v in weights.items()}
     return {str(name): round(float(w), 6) for name, w in zip(loader.sources, weights, strict=True)}

@@ -36,7 +36,7 @@ PASS_KEY = "sample_pass"  # which pass over its source each sample belongs to; t
 IGNORE_INDEX = -100
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Part:
     """One batch with its tensors under known names; a nested batch (``CombinedLoader``) has several parts.
 
@@ -115,7 +115,7 @@ def _as_ids(value: Any) -> tuple[str, ...]:
         value = value.reshape(-1).tolist()
     if isinstance(value, (str, int)):
         return (str(value),)
-    return tuple(str(v) for v in value)
+    return tuple([str(v) for v in value])
 
 
 def _mapping_part(
@@ -137,7 +137,7 @@ def _mapping_part(
         weights=_first(named, WEIGHT_KEYS)[1],
         document_ids=_first(named, DOCUMENT_KEYS)[1],
         ids=None if id_key is None else _as_ids(named[id_key]),
-        passes=None if passes is None else tuple(int(p) for p in passes),
+        passes=None if passes is None else tuple([int(p) for p in passes]),
         # "inputs" is also what images are called
         named_tokens=token_key is not None and token_key != "inputs",
         target_key=target_key,
@@ -150,12 +150,15 @@ def parts(batch: Any, targets_key: str | None = None, where: tuple[str, ...] = (
         tokens = batch if batch.dim() == 2 and is_integer(batch) else None
         return [Part(where, batch, tokens=tokens)]
     if _is_mapping(batch) or _is_record(batch):
-        named = dict(_items(batch))
+        named = batch if type(batch) is dict else dict(_items(batch))
         part = _mapping_part(where, batch, named, targets_key)
         if part is not None:
             return [part]
         nested = [
-            p for key, child in named.items() if is_container(child) for p in parts(child, targets_key, (*where, key))
+            p
+            for key, child in named.items()
+            if is_container(child)
+            for p in parts(child, targets_key, (*where, str(key)))
         ]
         return nested or ([Part(where, batch)] if batch_size(batch) else [])
     if isinstance(batch, (list, tuple)):
@@ -216,7 +219,7 @@ def sample_ids(batch: Any, sample_id_fn: SampleIdFn | None = None) -> list[str]:
 
 def _own_ids(batch: Any) -> list[str] | None:
     """Ids that the loader brought, of a nested batch one part after the other; None where it brought none."""
-    if _is_mapping(batch):
+    if type(batch) is dict or _is_mapping(batch):
         for key in ID_KEYS:
             if batch.get(key) is not None:
                 return list(_as_ids(batch[key]))

@@ -18,6 +18,7 @@ Example:
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -58,13 +59,17 @@ class SeenSamples:
     clear = _clear
 
     @staticmethod
-    def keys(ids: Sequence[str], passes: Sequence[int]) -> KeyArray:
-        """64-bit keys of samples; the same id in another pass over the data is another key."""
-        digests = [
-            hashlib.blake2b(f"{number}\0{name}".encode(), digest_size=8).digest()
+    def numbers(ids: Sequence[str], passes: Sequence[int]) -> list[int]:
+        """:meth:`keys` as plain numbers."""
+        return [
+            int.from_bytes(hashlib.blake2b(f"{number}\0{name}".encode(), digest_size=8).digest(), sys.byteorder)
             for name, number in zip(ids, passes, strict=True)
         ]
-        return np.frombuffer(b"".join(digests), dtype=np.uint64)
+
+    @staticmethod
+    def keys(ids: Sequence[str], passes: Sequence[int]) -> KeyArray:
+        """64-bit keys of samples; the same id in another pass over the data is another key."""
+        return np.array(SeenSamples.numbers(ids, passes), dtype=np.uint64)
 
     def kept(self, keys: KeyArray) -> npt.NDArray[np.bool_]:
         """Which of the keys this memory keeps at all."""
@@ -82,10 +87,21 @@ class SeenSamples:
         """Step at which the sample at this place was first seen."""
         return int(self._steps[place])
 
+    def all_new(self, numbers: Sequence[int]) -> bool:
+        """True if none of these keys is known and none comes twice: the usual batch, told without making arrays."""
+        if not self._recent.keys().isdisjoint(numbers) or len(set(numbers)) < len(numbers):
+            return False
+        return not len(self._sorted) or bool((self.find(np.array(numbers, dtype=np.uint64)) < 0).all())
+
     def add(self, keys: KeyArray, step: int) -> None:
         """Remember keys; those that are known keep their first step."""
-        for key, place in zip(keys.tolist(), self.find(keys).tolist(), strict=True):
-            if place < 0 and not key & self._mask and key not in self._recent:
+        known = self.find(keys).tolist()
+        self.add_new([key for key, place in zip(keys.tolist(), known, strict=True) if place < 0], step)
+
+    def add_new(self, numbers: Sequence[int], step: int) -> None:
+        """Remember keys of which none is known; one that comes twice is remembered once."""
+        for key in numbers:
+            if not key & self._mask and key not in self._recent:
                 if self._count == len(self._keys):
                     more = max(self._count, 1024)
                     self._keys = np.concatenate([self._keys, np.empty(more, dtype=np.uint64)])

@@ -85,11 +85,11 @@ class RollingWindow:
 
     def push(self, value: float) -> None:
         """Take in a finite value; the oldest one leaves a full window."""
-        if len(self._queue) == self.size:
-            old = self._queue.popleft()
-            del self._ordered[bisect_left(self._ordered, old)]
-        self._queue.append(value)
-        insort(self._ordered, value)
+        queue, ordered = self._queue, self._ordered
+        if len(queue) == self.size:
+            del ordered[bisect_left(ordered, queue.popleft())]
+        queue.append(value)
+        insort(ordered, value)
 
     def clear(self) -> None:
         self._queue.clear()
@@ -107,7 +107,9 @@ class RollingWindow:
 
     @property
     def median(self) -> float:
-        return sorted_median(self._ordered)
+        ordered = self._ordered
+        n = len(ordered)
+        return ordered[n // 2] if n % 2 else 0.5 * (ordered[n // 2 - 1] + ordered[n // 2])
 
     @property
     def mad(self) -> float:

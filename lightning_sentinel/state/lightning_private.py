@@ -30,7 +30,9 @@ from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from .rng import numpy_state
+from .rng import numpy_state, python_state
+
+_CUDA = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
 
 # (module, attribute path, the version that it was checked on). Attributes that only exist on instances are listed in
 # INSTANCE_NAMES with the path from the Trainer.
@@ -538,10 +540,10 @@ def rng_states() -> dict[str, Any]:
     that has it although the run does not use it.
     """
     return {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
+        "torch": torch.default_generator.get_state(),
+        "python": python_state(),
         "numpy": numpy_state(),
-        "torch.cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
+        "torch.cuda": torch.cuda.get_rng_state_all() if _CUDA and torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
     }
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import sys
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ def capture(device: torch.device | None = None) -> dict[str, Any]:
     """The state of every global generator; ``device`` is the accelerator in use, if any."""
     name, keys, position, has_gauss, cached = numpy_state()
     state: dict[str, Any] = {
-        "python": random.getstate(),
+        "python": python_state(),
         # torch has no full support for uint32: the same bits as int32
         "numpy": (name, torch.from_numpy(keys.view(np.int32).copy()), int(position), int(has_gauss), float(cached)),
         "torch": torch.get_rng_state(),
@@ -55,6 +56,35 @@ def numpy_state() -> Any:
     state: Any = np.random.get_state(legacy=True)
     _last_numpy = None if state[3] else (generator, raw, state)
     return state
+
+
+def _python_offset() -> int | None:
+    """Where in a ``random.Random`` of this interpreter its index and 624 words lie in one piece; None if they do not.
+
+    Looked for in a generator of our own with a known state.
+    """
+    probe = random.Random(1)
+    words = probe.getstate()[1]
+    expected = words[-1].to_bytes(4, sys.byteorder) + b"".join(w.to_bytes(4, sys.byteorder) for w in words[:-1])
+    found = ctypes.string_at(id(probe), type(probe).__basicsize__).find(expected)
+    return found if found >= 0 else None
+
+
+_PYTHON_BYTES = 625 * 4
+_PYTHON_OFFSET = _python_offset() if sys.implementation.name == "cpython" else None
+_PYTHON: Any = getattr(random.getstate, "__self__", None)  # the generator behind the functions of ``random``
+_last_python: tuple[bytes, Any, Any] | None = None
+
+
+def python_state() -> Any:
+    """``random.getstate()``, read anew only where it has changed: it makes 625 numbers, in every step."""
+    global _last_python
+    if _PYTHON_OFFSET is None or type(_PYTHON) is not random.Random:
+        return random.getstate()
+    raw, gauss = ctypes.string_at(id(_PYTHON) + _PYTHON_OFFSET, _PYTHON_BYTES), _PYTHON.gauss_next  # type: ignore[attr-defined]
+    if _last_python is None or _last_python[0] != raw or _last_python[1] != gauss:
+        _last_python = (raw, gauss, random.getstate())
+    return _last_python[2]
 
 
 def restore(state: dict[str, Any], device: torch.device | None = None) -> None:

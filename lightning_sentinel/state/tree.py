@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_PLAIN_TENSORS = frozenset({Tensor, torch.nn.Parameter})  # copied without autograd as they are
 _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device})
 
 
@@ -52,7 +53,8 @@ class HostCopies:
 
     def tensor(self, source: Tensor, old: Any = None) -> Tensor:
         """Register one tensor; the returned host tensor has its value after :meth:`run`. ``old`` is reused if it fits."""
-        source = local(source.detach())
+        if type(source) not in _PLAIN_TENSORS:
+            source = local(source.detach())
         fits = (
             isinstance(old, Tensor)
             and old.shape == source.shape

@@ -25,6 +25,7 @@ from ..state import lightning_private as _private
 
 KEPT_EVERY = 16  # steps between two older healthy windows
 KEPT_WINDOWS = 4
+UNBUFFERED_EVERY = 16  # steps
 KEPT_BYTES = 16 * 2**20  # of batch tensors per window; larger windows are not kept beyond the newest healthy one
 
 
@@ -49,33 +50,44 @@ class BufferTree:
     """Where the buffers of a module lie.
 
     Asked for in every step, so the walk of ``nn.Module.named_buffers`` is made again only where a submodule has been added,
-    removed or replaced since; the buffers themselves are read anew each time.
+    removed or replaced since; the buffers themselves are read anew each time. In a model that has none, new submodules
+    are looked for every ``UNBUFFERED_EVERY`` steps.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
         self._children: list[dict[str, nn.Module | None]] = []
-        self._known: list[int] = []
-        self._owners: list[tuple[str, nn.Module]] = []
+        self._known: list[nn.Module | None] = []
+        self._owners: list[tuple[str, dict[str, Tensor | None]]] = []
+        self._places: list[dict[str, Tensor | None]] = []
+        self._calls = 0
 
     def of(self, module: nn.Module) -> list[tuple[str, Tensor]]:
         """Every buffer by its path, those that are not in the ``state_dict`` too, each once."""
-        if self._module() is not module or self._known != self._now() or not self._owners:
+        self._calls += 1
+        known = self._module() is module and bool(self._owners)
+        if known and self._calls % UNBUFFERED_EVERY and not any(self._places):
+            return []
+        if not known or self._changed():
             self._module = weakref.ref(module)
-            self._owners = [(f"{path}." if path else "", m) for path, m in module.named_modules()]
-            self._children = [m._modules for _, m in self._owners if m._modules]
-            self._known = self._now()
+            modules = list(module.named_modules())
+            self._owners = [(f"{path}." if path else "", m._buffers) for path, m in modules]
+            self._places = [m._buffers for _, m in modules]
+            self._children = [m._modules for _, m in modules if m._modules]
+            self._known = [*chain.from_iterable(map(_VALUES, self._children))]
+        found: list[tuple[str, Tensor]] = []
         seen: set[int] = set()
-        return [
-            (prefix + name, b)
-            for prefix, m in self._owners
-            if m._buffers
-            for name, b in m._buffers.items()
-            if b is not None and not (id(b) in seen or seen.add(id(b)))  # type: ignore[func-returns-value]
-        ]
+        for prefix, buffers in self._owners:
+            if buffers:
+                for name, b in buffers.items():
+                    if b is not None and id(b) not in seen:
+                        seen.add(id(b))
+                        found.append((prefix + name, b))
+        return found
 
-    def _now(self) -> list[int]:
-        return [*map(id, chain.from_iterable(map(_VALUES, self._children)))]
+    def _changed(self) -> bool:
+        # Compared one by one by identity, which modules have no other equality to override.
+        return self._known != [*chain.from_iterable(map(_VALUES, self._children))]
 
 
 @dataclass
@@ -187,11 +199,8 @@ class StepCapture:
         older, context.healthy_window = context.healthy_window, window
         if older is None or older is self.anchors.get(older.step):
             return
-        due = (
-            not self.kept
-            or abs(older.step - self.kept[-1].step) >= KEPT_EVERY
-            or older.attempt != self.kept[-1].attempt
-        )
+        last = self.kept[-1] if self.kept else None
+        due = last is None or abs(older.step - last.step) >= KEPT_EVERY or older.attempt != last.attempt
         if due and older.nbytes <= KEPT_BYTES:
             if len(self.kept) == self.kept.maxlen:
                 self._free.append(self.kept[0].buffers)
@@ -202,7 +211,7 @@ class StepCapture:
     def _is_anchor(self, context: RunContext, window: StepWindow) -> bool:
         """Keep a window that starts at a full snapshot: from that state it must give its own loss again."""
         steps = {s.step for s in context.snapshots if s.params is not None and not s.mid_accumulation}
-        if self.anchors.keys() - steps:
+        if not self.anchors.keys() <= steps:
             self.anchors = {step: w for step, w in self.anchors.items() if step in steps}
         if window.step not in steps or window.nbytes > KEPT_BYTES:
             return False
@@ -243,9 +252,10 @@ class StepCapture:
                 self._module = weakref.ref(module)
             window = self._open(trainer, module, context)
         known = context.scratch.get("sample_ids", ())
-        ids = tuple(str(i) for i in known[len(window.sample_ids) :]) or _own_ids(batch)
+        taken = len(window.sample_ids) if window.micro_batches else 0
+        ids = tuple([str(i) for i in known[taken:]]) or _own_ids(batch)
         versions = [t._version for t in tensors(batch)]
-        private = {key: g.get_state() for key, g in self._generators.items()}
+        private = {key: g.get_state() for key, g in self._generators.items()} if self._generators else {}
         window.micro_batches.append(MicroBatch(batch, batch_idx, _private.rng_states(), versions, ids, private))
 
     def _open(self, trainer: Trainer, module: LightningModule, context: RunContext) -> StepWindow:
@@ -266,6 +276,8 @@ class StepCapture:
 
     def _copy_buffers(self, module: LightningModule) -> dict[str, Tensor]:
         now = {name: b.detach() for name, b in self._buffers.of(module)}
+        if not now:
+            return {}
         memory = self._free.pop() if self._free else {}
         del self._free[2:]
         fits = memory.keys() == now.keys() and all(
@@ -274,8 +286,7 @@ class StepCapture:
         )
         if not fits:
             return {n: b.clone() for n, b in now.items()}
-        if now:
-            torch._foreach_copy_(tensors(memory), tensors(now))
+        torch._foreach_copy_(tensors(memory), tensors(now))
         return memory
 
 

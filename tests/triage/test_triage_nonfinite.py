@@ -207,7 +207,7 @@ def test_an_alarm_is_stated_again_after_it_was_gone() -> None:
             return super().spoil(module, args, output)
 
     listens = Listens()
-    fit(Twice(2, 3), [listens, NonFiniteTracer(["blocks.*"]), RankTelemetry()], steps=8)
+    fit(Twice(2, 3), [listens, NonFiniteTracer(["blocks.*"], every_n=1), RankTelemetry()], steps=8)
     assert [step for step, _ in listens.events.of("finding")] == [2, 5]
 
 
