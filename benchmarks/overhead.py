@@ -4,10 +4,12 @@ The example's ``small`` model is trained by several Trainers of one process that
 steps of the bare Trainer, a block of the one with the suite or with a peer, and so on, so that whatever else the machine
 does slows both alike. Only one of them computes at any time; each has its own copy of the model and draws the same data.
 
-    ratio_median, ratio_interval  default suite / bare Trainer, wall time of a step: the median over pairs of neighbouring
+    ratio_median, ratio_interval  default suite / bare Trainer, wall time of a step: the median over rounds of neighbouring
                                   blocks, and the 95 % bootstrap interval of that median
+    ratio_mean                    the same of all steps together, as means without the slowest and fastest tenth
     cpu_ratio_median, ..._interval  the same in processor time, which other processes disturb less
-    own_share                     time inside the suite's own code / time of a step, in the same run, both as processor time
+    own_share                     time inside the suite's own code, its hooks on the model's layers included / time of a
+                                  step, in the same run
     own_ms, own_share_at_100ms    that time, and as a share of a step of 100 ms
     host_syncs                    host reads of the signal path a step, counted on tensors that have no values
     peers                         the ratio of each peer, with its interval in peers_interval
@@ -45,7 +47,7 @@ import numpy as np
 import torch
 from example import named_config
 from torch import Tensor, nn
-from turns import Instrument, Lane, OwnTime, ended, in_pairs, median_interval
+from turns import Instrument, Lane, OwnTime, ended, in_pairs, median_interval, trimmed_mean
 
 from lightning_sentinel import DeepProbe, default_callbacks
 
@@ -55,7 +57,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 from hybrid_lm.datamodule import TextMixtureDataModule  # noqa: E402  # the examples are no installed package
 from hybrid_lm.module import AdamWCosine, HybridLMModule  # noqa: E402
 
-BLOCK = 4  # steps of one turn
+BLOCK = 2  # steps of one turn
 PROBE_EVERY = 4  # steps; what a probe costs is then divided by its default interval
 WARM_UP = 12  # steps of each lane that do not count
 FOREVER = 10_000_000
@@ -128,7 +130,7 @@ def suite_lane(
     folder: Path, name: str, change: Callable[[list[L.Callback]], list[L.Callback]] = list, **o: Any
 ) -> Lane:
     """The suite, with everything that it does timed."""
-    own = OwnTime(time.thread_time)  # what other processes take of the machine is not the suite's
+    own = OwnTime()
 
     def callbacks(module: L.LightningModule) -> list[L.Callback]:
         made = change(suite(folder, name, **o))
@@ -176,18 +178,19 @@ def measure(rounds: int, folder: Path, only: Sequence[str] | None = None) -> dic
                 lane.own_time.seconds.clear()
                 lane.own_time.calls.clear()
             turns = rounds if name in ("suite", "timed") else max(8, rounds // 3)
-            wall, cpu = in_pairs(bare, lane, turns, BLOCK)
-            median, interval = median_interval(wall)
-            cpu_median, cpu_interval = median_interval(cpu)
+            pairs = in_pairs(bare, lane, turns, BLOCK)
+            median, interval = median_interval(pairs["wall"])
+            cpu_median, cpu_interval = median_interval(pairs["cpu"])
+            mean = trimmed_mean(pairs["steps_other"]) / trimmed_mean(pairs["steps_bare"])
             print(
                 f"{name:24s} ratio {median:7.4f}  [{interval[0]:.4f}, {interval[1]:.4f}]   processor time {cpu_median:7.4f}"
-                f"  [{cpu_interval[0]:.4f}, {cpu_interval[1]:.4f}]",
+                f"  [{cpu_interval[0]:.4f}, {cpu_interval[1]:.4f}]   trimmed means {mean:7.4f}",
                 flush=True,
             )
             if name in PEERS:
                 result["peers"][name], result["peers_interval"][name] = median, interval
             elif name == "suite":
-                result |= {"ratio_median": median, "ratio_interval": interval}
+                result |= {"ratio_median": median, "ratio_interval": interval, "ratio_mean": mean}
                 result |= {"cpu_ratio_median": cpu_median, "cpu_ratio_interval": cpu_interval}
             if lane.own_time is not None:
                 result |= {f"{name} own".replace(" ", "_"): own_of(lane)}
@@ -213,7 +216,7 @@ def own_of(lane: Lane) -> dict[str, Any]:
     assert own is not None
     steps = sum(map(len, lane.wall))
     per_block = np.array([seconds / len(block) for seconds, block in zip(lane.own, lane.wall, strict=True)])
-    share = np.array([seconds / sum(block) for seconds, block in zip(lane.own, lane.cpu, strict=True)])
+    share = np.array([seconds / sum(block) for seconds, block in zip(lane.own, lane.wall, strict=True)])
     hooks = {name: round(1e6 * seconds / steps, 1) for name, seconds in own.seconds.items()}
     # A snapshot every 25 steps would be left out by a median over blocks of 4: the mean of all but the worst tenth.
     kept = np.sort(per_block)[: max(1, math.ceil(0.9 * len(per_block)))]
@@ -358,7 +361,7 @@ def growth(steps: int, folder: Path) -> dict[str, Any]:
 
 def own_us(module: L.LightningModule, width: int, folder: Path, name: str, steps: int = 150) -> float:
     """Own processor time of the suite in a step, microseconds: the median of the blocks of ten."""
-    own, blocks = OwnTime(time.thread_time), []
+    own, blocks = OwnTime(), []
     made = [c for c in suite(folder, name, policy="observe") if type(c).__name__ != "Rollback"]
 
     class Blocks(L.Callback):
@@ -424,7 +427,7 @@ def picture(result: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--rounds", type=int, default=60, help=f"pairs of blocks of {BLOCK} steps; peers a third")
+    arguments.add_argument("--rounds", type=int, default=60, help=f"rounds of four blocks of {BLOCK} steps; peers a third")
     arguments.add_argument("--lanes", nargs="+", help="only these beside the bare Trainer, e.g. suite timed")
     arguments.add_argument("--growth", type=int, metavar="STEPS", help="instead: so many steps of a very small model")
     arguments.add_argument("--scaling", action="store_true", help="instead: own time by layers and by parameters")

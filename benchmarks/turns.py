@@ -219,19 +219,42 @@ def ended(lanes: Sequence[Lane]) -> Iterator[None]:
             lane.end()
 
 
-def in_pairs(bare: Lane, other: Lane, rounds: int, block: int) -> tuple[FloatArray, FloatArray]:
-    """Ratios other / bare of neighbouring blocks, ``[rounds]``: of wall time and of processor time.
+def in_pairs(bare: Lane, other: Lane, rounds: int, block: int) -> dict[str, FloatArray]:
+    """Rounds of four blocks: ``bare other other bare``, and the other way round in every second one.
 
-    The order changes from round to round, so that a machine that gets slower or faster favours neither.
+    What gets steadily slower or faster within a round favours neither.
+
+    Returns:
+        ``wall`` and ``cpu``: by round the ratio other / bare of the median step, ``[rounds]``; ``steps_bare`` and
+        ``steps_other``: wall seconds of every step.
     """
-    first = len(bare.wall), len(other.wall)
+    ratios: dict[str, list[float]] = {"wall": [], "cpu": []}
     for i in range(rounds):
-        for lane in (bare, other) if i % 2 else (other, bare):
+        first = len(bare.wall), len(other.wall)
+        one, two = (bare, other) if i % 2 else (other, bare)
+        for lane in (one, two, two, one):
             lane.run(block)
-    return tuple(  # type: ignore[return-value]
-        np.array([np.median(b) for b in there[first[1] :]]) / np.array([np.median(a) for a in here[first[0] :]])
-        for here, there in ((bare.wall, other.wall), (bare.cpu, other.cpu))
-    )
+        for name in ratios:
+            here = [s for b in getattr(bare, name)[first[0] :] for s in b]
+            there = [s for b in getattr(other, name)[first[1] :] for s in b]
+            ratios[name].append(float(np.median(there) / np.median(here)))
+    steps = {
+        f"steps_{name}": np.array([s for b in lane.wall[-2 * rounds :] for s in b])
+        for name, lane in (("bare", bare), ("other", other))
+    }
+    return {name: np.array(values) for name, values in ratios.items()} | steps
+
+
+def trimmed_mean(values: FloatArray, share: float = 0.1) -> float:
+    """Mean without the largest and the smallest ``share`` of the values.
+
+    Example:
+        >>> trimmed_mean(np.array([1.0, 1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 99.0]))
+        1.5
+    """
+    ordered = np.sort(values)
+    cut = int(share * len(ordered))
+    return float(ordered[cut : len(ordered) - cut].mean())
 
 
 def median_interval(values: FloatArray, resamples: int = 10_000, seed: int = 0) -> tuple[float, tuple[float, float]]:

@@ -84,9 +84,12 @@ class StepRecord:
 
     @classmethod
     def of_one(cls, row: list[float], **facts: Any) -> StepRecord:
-        """The record of a run on one rank, from its row as numbers; these are kept beside the matrix."""
-        record = cls(values=np.array([row]), **facts)
-        record.__dict__["numbers"] = row
+        """The record of a run on one rank, from its row as numbers; these are kept beside the matrix.
+
+        ``facts``: every other field.
+        """
+        record = object.__new__(cls)  # a frozen dataclass is a call for each field, in every step
+        record.__dict__.update(facts, values=np.array([row]), numbers=row)
         return record
 
     @property
@@ -166,9 +169,7 @@ class StepRecord:
             return {}
         if self.world_size == 1:
             pairs = iter(self.numbers[len(SIGNALS) :])
-            return {
-                n: loss if tokens > 0 else math.nan for n, loss, tokens in zip(names, pairs, pairs, strict=True)
-            }
+            return {n: loss if tokens > 0 else math.nan for n, loss, tokens in zip(names, pairs, pairs, strict=True)}
         columns = self.values[:, len(SIGNALS) :].reshape(self.world_size, len(names), 2)
         loss, tokens = columns[..., 0], columns[..., 1]
         used = tokens > 0

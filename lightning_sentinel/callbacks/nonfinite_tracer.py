@@ -98,6 +98,7 @@ class NonFiniteTracer(SentinelCallback):
         self._hooks: list[tuple[nn.Module, str, RemovableHandle]] = []
         self._deeper: list[RemovableHandle] = []  # of one step
         self._holds, self._every = False, 1
+        self._holding = False  # in this forward
         self._forget()
 
     def _forget(self) -> None:
@@ -195,22 +196,28 @@ class NonFiniteTracer(SentinelCallback):
     def _flag(self, path: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             # Inside a compiled region a flag would change the graph, and with it the numbers of the run.
+            if torch.compiler.is_compiling() or not module.training:
+                return
+            if self._holding and type(output) is Tensor and path not in self._overwritten:
+                self._held.append((path, output, output._version))
+                return
             context = self._context
-            if context is None or torch.compiler.is_compiling() or not module.training or _private.in_backward():
+            if context is None or _private.in_backward():
                 return
             window = context.window
             if window is None or context.scratch.get(REPLAYING):
                 return
-            due, micro_batch = window.step % self._every == 0 or bool(self._deeper), len(window.micro_batches) - 1
-            if not due and self._holds and type(output) is Tensor and path not in self._overwritten:
-                self._held.append((micro_batch, path, output, output._version))
-            elif (due or self._holds) and (total := total_of(output)) is not None:
+            due = self._due(window.step)
+            if (due or self._holds) and (total := total_of(output)) is not None:
                 if due:
-                    window.boundary_flags.append((micro_batch, path, _at_hand(total)))
+                    window.boundary_flags.append((len(window.micro_batches) - 1, path, _at_hand(total)))
                 else:
-                    self._held.append((micro_batch, path, total, 0))
+                    self._held.append((path, total, 0))
 
         return hook
+
+    def _due(self, step: int) -> bool:
+        return step % self._every == 0 or bool(self._deeper)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # A hook that somebody registered later runs after ours and may change the output: be the last again.
@@ -224,16 +231,19 @@ class NonFiniteTracer(SentinelCallback):
             self._armed_steps += 1
         if self._armed is not None:
             self._armed.enable()
-        self._look_deeper(trainer, pl_module)
+        step = trainer.global_step
+        self._look_deeper(trainer, pl_module, step)
+        self._holding = self._holds and not self._due(step)
 
-    def _look_deeper(self, trainer: Trainer, module: LightningModule) -> None:
+    def _look_deeper(self, trainer: Trainer, module: LightningModule, step: int) -> None:
         """In a step that starts at a full snapshot also flag what lies within the blocks: it may be computed again.
 
         Not in compiled modules: another hook would have them compiled anew.
         """
-        step = trainer.global_step
-        anchor = any(s.step == step and s.params is not None for s in self.context(trainer).snapshots)
-        if self.boundaries != "auto" or not anchor or any(m._compiled_call_impl is not None for m in module.modules()):
+        anchor = False
+        for snapshot in self.context(trainer).snapshots:
+            anchor = anchor or (snapshot.step == step and snapshot.params is not None)
+        if not anchor or self.boundaries != "auto" or any(m._compiled_call_impl is not None for m in module.modules()):
             return
         modules, known = dict(module.named_modules()), {path for _, path, _ in self._hooks}
         self._deeper = [self._register(modules[p], p) for p in block_paths(module) if p not in known]
@@ -241,6 +251,7 @@ class NonFiniteTracer(SentinelCallback):
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._armed is not None:
             self._armed.watch(loss)
+        self._holding = False  # what runs from here on is a recomputation, unless another loss follows
         if self._held:
             self._let_go(self.context(trainer), loss)
 
@@ -253,7 +264,7 @@ class NonFiniteTracer(SentinelCallback):
         held, self._held = self._held, []
         sound = []
         for entry in held:
-            _, path, output, version = entry
+            path, output, version = entry
             if output._version == version:
                 sound.append(entry)
             else:
@@ -261,14 +272,19 @@ class NonFiniteTracer(SentinelCallback):
         window = context.window
         if window is None or math.isfinite(loss.item()):
             return
-        for micro_batch, path, output, _ in sound:
+        for path, output, _ in sound:
             total = total_of(output)
             if total is not None:
-                window.boundary_flags.append((micro_batch, path, _at_hand(total)))
+                window.boundary_flags.append((len(window.micro_batches) - 1, path, _at_hand(total)))
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not pl_module.automatic_optimization:
+            self._holding = self._holds and not self._due(trainer.global_step)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._holding = False
         if self._armed is not None:
             self._armed.disable()  # until the step's next micro-batch
         self._held = []  # a loss that nobody announced
@@ -398,6 +414,7 @@ class NonFiniteTracer(SentinelCallback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self._fit = (trainer, pl_module, optimizer)
+        self._holding = False  # a replay is no forward of the run
         self._take_flags(trainer)
         self._finish_armed_step(trainer)
         record = self.context(trainer).record
@@ -455,7 +472,7 @@ class NonFiniteTracer(SentinelCallback):
         return report
 
 
-_Held = tuple[int, str, Tensor, int]  # micro-batch, module path, output or its sum, and its version then
+_Held = tuple[str, Tensor, int]  # module path, output or its sum, and its version then
 
 
 @dataclass

@@ -263,6 +263,7 @@ class RankTelemetry(SentinelCallback):
 
     def _reset_window(self) -> None:
         self._losses: list[Tensor] = []  # one per micro-batch, float32, as the user means it
+        self._loss_number: float | None = None  # the newest of them where reading it costs nothing
         self._weights: list[Tensor | float] = []  # supervised tokens behind each of these losses
         self._counted = False  # True once a gate has counted the tokens of this window
         self._supervised: list[Tensor | float] = []
@@ -310,6 +311,7 @@ class RankTelemetry(SentinelCallback):
         else:
             self._losses.append(value)
             self._weights.append(self._supervised[-1])
+        self._loss_number = self._losses[-1].item() if self._on_host else None
         self._backward_in_batch += 1
         if self._backward_in_batch == 1 and self._source_names:
             self._add_sources(pl_module)
@@ -598,7 +600,7 @@ class RankTelemetry(SentinelCallback):
         if len(self._losses) == 1:
             loss = self._losses[0]
             if loss.device.type == "cpu":
-                number = loss.item()
+                number = loss.item() if self._loss_number is None else self._loss_number
                 return number, self._weights[0], tokens, float(not math.isfinite(number))
             return loss, self._weights[0], tokens, ~torch.isfinite(loss)
         losses = torch.stack(self._losses).to(device).double()

@@ -43,7 +43,7 @@ from ..incidents import Finding, FindingKind, Severity
 from ..limits import check_limits
 from ..record import FloatArray, StepRecord
 from .base import mean_loss
-from .robust import MAD_TO_SIGMA, RollingWindow, mann_kendall, theil_sen
+from .robust import MAD_TO_SIGMA, RollingWindow, mann_kendall, sorted_median, theil_sen
 
 # Spans over which a level is a median: the newest few in a descent, all of them on a plateau.
 SPANS = (16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -92,7 +92,7 @@ class Baseline:
         median = math.nan
         for span in SPANS:
             span = min(span, n)
-            middle = float(np.median(values[n - span :]))
+            middle = _median(values[n - span :])
             error = sigma * math.sqrt(MEDIAN_VARIANCE * inflation / span)
             # The smallest of many short spans is low by chance more often than the one long span.
             bound = middle + margin * (1.0 + SHORT_MARGIN * math.log2(SPANS[-1] / span)) * min(error, sigma)
@@ -103,6 +103,11 @@ class Baseline:
         return cls(best, median, max(sigma, floor * abs(median), 1e-12), phi, n)
 
 
+def _median(values: FloatArray) -> float:
+    """``np.median`` at a fifth of its cost for so few values."""
+    return float(sorted_median(np.sort(values)))  # type: ignore[arg-type]
+
+
 def noise_of(values: FloatArray) -> tuple[float, float]:
     """Marginal sigma and lag-1 autocorrelation of a slowly falling series; see :meth:`Baseline.fit`."""
     length = min(BLOCK, len(values))
@@ -110,7 +115,7 @@ def noise_of(values: FloatArray) -> tuple[float, float]:
     time = np.arange(length) - 0.5 * (length - 1)
     centred = blocks - blocks.mean(axis=1, keepdims=True)
     residual = centred - np.outer(centred @ time, time / float(time @ time))
-    limit = 3.0 * MAD_TO_SIGMA * float(np.median(np.abs(residual)))
+    limit = 3.0 * MAD_TO_SIGMA * _median(np.abs(residual).reshape(-1))
     if limit > 0:
         residual = np.clip(residual, -limit, limit)
     power = float(np.square(residual).mean())

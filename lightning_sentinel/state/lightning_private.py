@@ -6,7 +6,6 @@ compares :data:`NAMES` with what is installed; a test fails with the name when o
 
 from __future__ import annotations
 
-import random
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
