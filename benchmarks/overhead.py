@@ -427,7 +427,9 @@ def picture(result: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--rounds", type=int, default=60, help=f"rounds of four blocks of {BLOCK} steps; peers a third")
+    arguments.add_argument(
+        "--rounds", type=int, default=60, help=f"rounds of four blocks of {BLOCK} steps; peers a third"
+    )
     arguments.add_argument("--lanes", nargs="+", help="only these beside the bare Trainer, e.g. suite timed")
     arguments.add_argument("--growth", type=int, metavar="STEPS", help="instead: so many steps of a very small model")
     arguments.add_argument("--scaling", action="store_true", help="instead: own time by layers and by parameters")

@@ -226,7 +226,10 @@ class GatedDeltaNet(nn.Module):
         if self.key_heads != self.value_heads:
             query, key = (t.repeat_interleave(self.value_heads // self.key_heads, dim=2) for t in (query, key))
         rate = at_least_float32(self.log_rate).exp()
-        log_decay = -rate * F.softplus(at_least_float32(self.decay(x)) + self.decay_bias)
+        step = at_least_float32(self.decay(x)) + self.decay_bias
+        # Flat, so that its gradient is contiguous: from a strided one, torch 2.13's softplus_backward makes a strided result
+        # where it tells compilers of a contiguous one, and their views of it fail.
+        log_decay = -rate * F.softplus(step.flatten()).view_as(step)
         return query, key, value, log_decay, at_least_float32(self.beta(x)).sigmoid()
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:

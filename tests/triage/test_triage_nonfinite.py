@@ -303,7 +303,7 @@ def test_state_that_is_not_finite_is_found_before_the_first_step(caplog: pytest.
     ("options", "message"),
     [
         ({"boundaries": "layers.*"}, r"boundaries is 'layers.\*', expected 'auto' or a list of module path patterns"),
-        ({"every_n": 0}, "every_n must be at least 1, found 0"),
+        ({"every_n": 0}, "every_n must be at least 1 or None, found 0"),
         ({"max_traces": -1}, "max_traces must be at least 0, found -1"),
     ],
 )
