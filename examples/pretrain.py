@@ -36,7 +36,8 @@ def pretrain(cfg: DictConfig) -> L.Trainer:
     L.seed_everything(cfg.seed, workers=True, verbose=False)
     module = HybridLMModule(*parts)
     if cfg.compile is not None:
-        module.model.compile(backend=cfg.compile)
+        for layer in module.model.layers:  # not the model as a whole: its layers stay where the suite looks
+            layer.compile(backend=cfg.compile)
     trainer.fit(module, datamodule=data)
     return trainer
 
