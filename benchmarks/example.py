@@ -5,8 +5,9 @@
     delta_over_attention_<n>t    forward and backward of a Gated DeltaNet layer / of an attention layer of the same width,
                                  4 sequences of 256 tokens, at n threads
 
-Run it with ``python benchmarks/example.py [--rounds 15] [--json FILE]``. All pieces of work are measured in turns, so that
-what else the machine does slows all of them alike; the median of the three fastest rounds counts, in wall time.
+Run it with ``python benchmarks/example.py [--rounds 15] [--json FILE] [--check]``. All pieces of work are measured in
+turns, so that what else the machine does slows all of them alike; the median of the three fastest rounds counts, in wall
+time.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bounds import add_check, verdict
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
@@ -28,6 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
 from hybrid_lm.model import HybridLM, HybridLMConfig, Layout  # noqa: E402  # the examples are no installed package
+
+MOST = {"delta_over_attention_1t": 2.0, "delta_over_attention_2t": 2.0}
 
 # Sequences and tokens of a step, as in the configurations' own words.
 SHAPES = {"micro": (4, 64), "tiny": (4, 64), "small": (4, 256)}
@@ -99,10 +103,11 @@ def fastest(work: dict[str, Callable[[], None]], rounds: int) -> dict[str, float
     return {name: statistics.median(sorted(times)[:3]) for name, times in seconds.items()}
 
 
-def main() -> None:
+def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--rounds", type=int, default=15, help="measurements of each piece of work")
     arguments.add_argument("--json", type=Path, help="write the numbers to this file too")
+    add_check(arguments)
     options = arguments.parse_args()
     result: dict[str, float] = {}
     delta, attention = layers()
@@ -117,7 +122,8 @@ def main() -> None:
         print(f"{name:25s} {value:8.2f}")
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    return verdict(result, MOST, options.check)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

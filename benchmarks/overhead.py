@@ -21,7 +21,7 @@ does slows both alike. Only one of them computes at any time; each has its own c
 rotating journal: time and resident memory by tenths of the run. ``--scaling`` measures the suite's own time against the
 number of parameters (at equal count of tensors) and against the number of layers.
 
-Run it with ``python benchmarks/overhead.py [--rounds 60] [--json FILE] [--png FILE]``. The peers are Lightning's
+Run it with ``python benchmarks/overhead.py [--rounds 60] [--json FILE] [--png FILE] [--check]``. The peers are Lightning's
 ``SpikeDetection`` and ``detect_anomaly=True``, transformers' ``DebugUnderflowOverflow``, and the norm of every parameter's
 gradient in the manner of Composer's ``OptimizerMonitor``, each in every step.
 """
@@ -45,6 +45,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
+from bounds import add_check, verdict
 from example import named_config
 from torch import Tensor, nn
 from turns import Instrument, Lane, OwnTime, ended, in_pairs, median_interval, trimmed_mean
@@ -56,6 +57,20 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 from hybrid_lm.datamodule import TextMixtureDataModule  # noqa: E402  # the examples are no installed package
 from hybrid_lm.module import AdamWCosine, HybridLMModule  # noqa: E402
+
+MOST = {
+    "ratio_median": 1.01,
+    "ratio_interval.1": 1.03,
+    "own_share": 0.01,
+    "own_share_at_100ms": 0.01,
+    "deep_probe": 0.01,
+    "first_step_ms": 50.0,
+    "host_syncs.gate": 1,
+    "host_syncs.lagged": 0,
+}
+# The last tenth of a long run beside the second one; the dearest layer beside what all of them cost on average.
+MOST_GROWTH = {"us_last_over_second_tenth": 1.1, "mib_last_over_second_tenth": 1.05}
+MOST_SCALING = {"layers_off_the_line": 0.25, "parameters_off_the_line": 0.25}
 
 BLOCK = 2  # steps of one turn
 PROBE_EVERY = 4  # steps; what a probe costs is then divided by its default interval
@@ -356,6 +371,8 @@ def growth(steps: int, folder: Path) -> dict[str, Any]:
         "resident_mib_by_tenth": [round(r / 2**20, 1) for r in meter.resident],
         "journal_files": len(files),
         "journal_bytes_per_step": round(sum(f.stat().st_size for f in files) / steps, 1),
+        "us_last_over_second_tenth": meter.seconds[-1] / meter.seconds[1],
+        "mib_last_over_second_tenth": meter.resident[-1] / meter.resident[1],
     }
 
 
@@ -377,17 +394,22 @@ def own_us(module: L.LightningModule, width: int, folder: Path, name: str, steps
 def scaling(folder: Path) -> dict[str, Any]:
     layers = {n: own_us(Simulated(n, 64), 64, folder, f"layers-{n}") for n in (1, 8, 32, 128, 256)}
     widths = {w: own_us(Simulated(8, w), w, folder, f"width-{w}") for w in (64, 256, 512, 1024, 2048)}
+    parameters = {8 * (w * w + w): us for w, us in widths.items()}
     return {
         "own_us_by_layers": {n: round(us, 1) for n, us in layers.items()},
-        "own_us_by_parameters": {8 * (w * w + w): round(us, 1) for w, us in widths.items()},
-        "us_per_layer": round(slope(layers), 2),
-        "us_per_million_parameters": round(1e6 * slope({8 * (w * w + w): us for w, us in widths.items()}), 1),
+        "own_us_by_parameters": {n: round(us, 1) for n, us in parameters.items()},
+        "us_per_layer": round(line(layers)[0], 2),
+        "us_per_million_parameters": round(1e6 * line(parameters)[0], 1),
+        "layers_off_the_line": line(layers)[1],
+        "parameters_off_the_line": line(parameters)[1],
     }
 
 
-def slope(points: dict[int, float]) -> float:
-    """Least-squares slope."""
-    return float(np.polyfit(list(points), list(points.values()), 1)[0])
+def line(points: dict[int, float]) -> tuple[float, float]:
+    """Least-squares slope, and how far the largest point lies above the line through the others, as a share of it."""
+    x, y = np.array(list(points), dtype=float), np.array(list(points.values()))
+    ahead = np.polyval(np.polyfit(x[:-1], y[:-1], 1), x[-1])
+    return float(np.polyfit(x, y, 1)[0]), float(y[-1] / ahead - 1.0)
 
 
 # ---------------------------------------------------------------------------------------------------------------- output
@@ -425,7 +447,7 @@ def picture(result: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def main() -> None:
+def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument(
         "--rounds", type=int, default=60, help=f"rounds of four blocks of {BLOCK} steps; peers a third"
@@ -435,6 +457,7 @@ def main() -> None:
     arguments.add_argument("--scaling", action="store_true", help="instead: own time by layers and by parameters")
     arguments.add_argument("--json", type=Path, help="write the numbers to this file too")
     arguments.add_argument("--png", type=Path, help="draw them into this file")
+    add_check(arguments)
     options = arguments.parse_args()
     if options.rounds < 2 or (options.growth is not None and options.growth < 10):
         arguments.error("--rounds must be at least 2 and --growth at least 10.")
@@ -457,7 +480,14 @@ def main() -> None:
         options.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
     if options.png is not None and {*PEERS} <= {*result.get("peers", ())}:
         picture(result, options.png)
+    if options.growth is not None:
+        return verdict(result, MOST_GROWTH, options.check)
+    if options.scaling:
+        return verdict(result, MOST_SCALING, options.check)
+    # What may not cost more than the cheapest peer that does a part of it.
+    least = min(result["peers"].values(), default=math.inf)
+    return verdict(result, MOST | {"ratio_median": min(MOST["ratio_median"], least)}, options.check)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

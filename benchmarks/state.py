@@ -7,8 +7,8 @@
     checkpoint_step_slowdown  time of the steps from the start of a save until it is on the disk, the copy to host memory
                               included / the same number of quiet steps between the saves
 
-Run it with ``python benchmarks/state.py [--parameters 20000000] [--repeat 15] [--saves 8] [--json FILE]``. What is compared
-is measured in turns, so that what else the machine does slows both alike; medians count.
+Run it with ``python benchmarks/state.py [--parameters 20000000] [--repeat 15] [--saves 8] [--json FILE] [--check]``. What is
+compared is measured in turns, so that what else the machine does slows both alike; medians count.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from bounds import add_check, verdict
 from torch import Tensor, nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -33,6 +35,7 @@ from lightning_sentinel import ForensicCheckpoint
 from lightning_sentinel.state import snapshot as state
 
 WIDTH = 1024
+MOST = {"snapshot_ratio": 1.5, "rollback_ratio": 2.0, "peak_memory_ratio": 1.1, "checkpoint_step_slowdown": 1.2}
 
 
 class Deep(L.LightningModule):
@@ -183,7 +186,7 @@ def trainer_of(callbacks: list[L.Callback], steps: int) -> L.Trainer:
     )
 
 
-def main() -> None:
+def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--parameters", type=int, default=20_000_000, help="parameters of the model")
     arguments.add_argument("--repeat", type=int, default=15, help="measurements; the median counts")
@@ -191,6 +194,7 @@ def main() -> None:
     arguments.add_argument("--saves", type=int, default=8, help="checkpoints whose steps are measured")
     arguments.add_argument("--folder", type=Path, help="where checkpoints are written; by default the temporary folder")
     arguments.add_argument("--json", type=Path, help="write the numbers to this file too")
+    add_check(arguments)
     options = arguments.parse_args()
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -203,7 +207,8 @@ def main() -> None:
         print(f"{name:25s} {value:10.3f}")
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    return verdict(result, MOST, options.check)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
