@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,7 +49,10 @@ class Facts:
     Attributes:
         step: ``trainer.global_step`` before the update.
         attempt: Which pass over the step this is.
-        learning_rates: Rate of each parameter group.
+        learning_rates: Rate of each parameter group; NaN for one on a device that has not been read yet.
+        late: What to call for the findings of a batch whose flag has come with the rows.
+        planned_rates: What the scheduler set, likewise; None without one.
+        riding: So many of these rates, in this order, stand behind the signals in the rows.
         sample_ids: This rank's samples.
         findings: What other callbacks of this rank have left for the gate.
         losses: Loss of each micro-batch, on the device.
@@ -71,6 +75,9 @@ class Facts:
     epoch: int
     batch_idx: int
     window: StepWindow | None = None
+    planned_rates: tuple[float, ...] | None = None
+    riding: int = 0
+    late: list[Callable[[], list[Finding]]] = field(default_factory=list, compare=False)
     applied: bool = field(default=False, compare=False)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from ..data.identity import IGNORE_INDEX, Part, SampleIdFn, has_own_ids, is_inte
 from ..data.seen import SeenSamples
 from ..incidents import Finding, FindingKind, Severity
 from ..limits import check_limits
-from .base import SentinelCallback, apply_quarantine, ledger_of
+from .base import SentinelCallback, apply_quarantine, find_callback, ledger_of
 
 NAMED = 8  # samples written out in a message
 LASTING_REPEATS = 3  # batches in a row, half of each repeated, from which repeats are an incident
@@ -42,8 +43,9 @@ class BatchValidator(SentinelCallback):
 
     Understands a tensor, a tuple ``(inputs, targets)``, a dict (``input_ids`` with ``targets`` or ``labels``, masks,
     ``document_ids``, ``sample_weight``), a dataclass and nested batches; what is not there is not checked. A healthy batch
-    costs one host read. Findings wait in the shared context for the gate, where all ranks see them; without ``RankTelemetry``
-    they are only journalled.
+    costs one host read; with ``RankTelemetry(sync="lagged")`` on an accelerator none, for its flag travels with the step's
+    record and is read with that. Findings wait in the shared context for the gate, where all ranks see them; without
+    ``RankTelemetry`` they are only journalled.
 
     Example:
         >>> from lightning_sentinel import BatchValidator
@@ -116,6 +118,8 @@ class BatchValidator(SentinelCallback):
         self._window_ids: list[str] = []
         self._window_findings: list[Finding] = []
         self._window: tuple[int, int] | None = None
+        self._flags: list[tuple[Tensor, Callable[[], list[Finding]]]] = []  # of the window, not read yet
+        self._late: Callable[..., Callable[[], list[Finding]]] | None = None
         self._parts: list[Part] = []  # of the newest batch
         self._all_supervised = False  # every target of it is known to carry loss
 
@@ -125,14 +129,34 @@ class BatchValidator(SentinelCallback):
         ledger_of(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        from .rank_telemetry import RankTelemetry
+
         apply_quarantine(trainer)
+        telemetry = find_callback(trainer, RankTelemetry)
+        # A repair has to come before the forward, so what repairs reads at once.
+        lags = telemetry is not None and telemetry.sync == "lagged" and not self.neutralise
+        self._late = partial(self._look, trainer) if lags and trainer.strategy.root_device.type != "cpu" else None
+
+    def _look(
+        self, trainer: Trainer, part: Part, ids: Sequence[str], step: int, rank: int
+    ) -> Callable[[], list[Finding]]:
+        """What finds out later why a flag is set, and writes it down."""
+
+        def findings() -> list[Finding]:
+            found = list(self._describe_all(part, ids, step, rank, list(self._checks(part)), self._supervised(part)))
+            for finding in found:
+                self.context(trainer).write(trainer, "batch.invalid", finding=finding.to_dict())
+            return found
+
+        return findings
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         context = self.context(trainer)
         if self._starts_window(trainer, pl_module, batch_idx, context.attempt):
-            self._window_ids, self._window_findings = [], []
+            self._window_ids, self._window_findings, self._flags = [], [], []
         context.scratch["sample_ids"] = self._window_ids
         context.scratch["batch_findings"] = self._window_findings
+        context.scratch["batch_flags"] = self._flags
         findings = self.check(batch, step=trainer.global_step, rank=trainer.global_rank, epoch=trainer.current_epoch)
         # What was repaired has new targets: then the telemetry looks for itself.
         shared = self.targets_key is None and not findings
@@ -215,19 +239,41 @@ class BatchValidator(SentinelCallback):
         for what, message, evidence in self._misfits(part):
             yield self._finding(f"rank {rank}: {message}", step, rank, ids, {"check": what, **evidence})
         trouble = self._screen(part)
+        if self._late is not None:
+            if not isinstance(trouble, Tensor):
+                trouble = self._any_trouble(part)
+            if trouble is not None:
+                self._flags.append((trouble, self._late(part, ids, step, rank)))
+            return
         if trouble is not None:
             found = trouble if isinstance(trouble, bool) else trouble.tolist()  # the one host read of a healthy batch
             if not found:
                 return
-        checks = list(self._checks(part))
+        yield from self._describe_all(part, ids, step, rank, list(self._checks(part)), self._supervised(part))
+
+    def _any_trouble(self, part: Part) -> Tensor | None:
+        """Whether any check fails, 0-dim on the device; None where there is nothing to check."""
         supervised = self._supervised(part)
+        flags = [check.flags.any() for check in self._checks(part)]
+        flags += [] if supervised is None else [~supervised.any()]
+        return torch.stack(flags).any() if flags else None
+
+    def _describe_all(
+        self,
+        part: Part,
+        ids: Sequence[str],
+        step: int,
+        rank: int,
+        checks: Sequence[_Check],
+        supervised: Tensor | None,
+    ) -> Iterator[Finding]:
         columns = [check.flags for check in checks] + ([] if supervised is None else [~supervised])
         if not columns:
             return
         flags = iter(torch.cat(columns).tolist())
         flagged = [list(islice(flags, len(column))) for column in columns]
         if supervised is not None and all(flagged.pop()):
-            yield self._nothing_supervised(ids, step, rank, size)
+            yield self._nothing_supervised(ids, step, rank, part.size)
         for check, rows in zip(checks, flagged, strict=True):
             if any(rows):
                 yield self._describe(check, part, [i for i, bad in enumerate(rows) if bad], ids, step, rank)

@@ -350,7 +350,7 @@ class RankTelemetry(SentinelCallback):
         context.held = False
         facts, rows = self._pack(trainer, optimizer)
         context.drawn.append((facts.step, facts.sample_ids))
-        context.rates.append((facts.step, _planned_rates(trainer, optimizer), facts.learning_rates))
+        context.rates.append((facts.step, facts.planned_rates, facts.learning_rates))
         self._gated = True
         if self.lag.earlier is not None:
             self._judge_earlier(trainer, pl_module, optimizer)
@@ -426,6 +426,8 @@ class RankTelemetry(SentinelCallback):
         # Of the batch validator, of the scan at the start and of a resume, of all ranks. Whether there are any was gathered
         # with the record, so that every rank takes part in the exchange or none does.
         if record.any("invalid_batch"):
+            if facts.late and record.column("invalid_batch")[trainer.global_rank] > len(facts.findings):
+                facts.findings = [*facts.findings, *(f for look in facts.late for f in look())]
             others = gather_objects(trainer, [f.to_dict() for f in facts.findings])
             findings.extend(Finding.from_dict(f) for f in others)
             for name in ONCE:
@@ -451,6 +453,8 @@ class RankTelemetry(SentinelCallback):
 
     def _record(self, trainer: Trainer, facts: Facts, values: _Values) -> StepRecord:
         context = self.context(trainer)
+        if facts.riding:
+            values = _take_rates(context, facts, values, trainer.global_rank)
         known: dict[str, Any] = {
             "step": facts.step,
             "attempt": facts.attempt,
@@ -489,10 +493,16 @@ class RankTelemetry(SentinelCallback):
             norm = total_norm(grads, shares=self._shares(optimizer)) / scale
         context = self.context(trainer)
         sharded = self._sharded.get(id(optimizer))
+        rates: list[Any] = [group["lr"] for group in optimizer.param_groups]
+        planned = _planned_rates(trainer, optimizer)
+        riding = [v for v in (*rates, *(planned or ())) if isinstance(v, Tensor) and v.device.type != "cpu"]
         facts = Facts(
             step=trainer.global_step,
             attempt=context.attempt,
-            learning_rates=tuple([float(group["lr"]) for group in optimizer.param_groups]),
+            learning_rates=_on_host(rates),
+            late=[look for _, look in context.scratch.get("batch_flags", ())],
+            planned_rates=None if planned is None else _on_host(planned),
+            riding=len(riding),
             sample_ids=tuple(self._ids),
             findings=self._own_findings(context),
             losses=self._losses,
@@ -502,9 +512,14 @@ class RankTelemetry(SentinelCallback):
             batch_idx=self._batch_idx,
             window=context.window,
         )
-        row = self._row(trainer, norm, step_seconds, not grads, len(facts.findings), device)
+        invalid: Tensor | float = float(len(facts.findings))
+        for flag, _ in context.scratch.get("batch_flags", ()):
+            invalid = invalid + flag.double()
+        row = self._row(trainer, norm, step_seconds, not grads, invalid, device)
         if isinstance(row, list):
             return facts, row
+        if riding:
+            row = torch.cat([row, torch.stack([v.to(device, torch.float64).reshape(()) for v in riding])])
         if self._waiting is None:
             return facts, gather_flat(row, trainer.world_size, self._stages)
         begin = time.perf_counter()
@@ -554,7 +569,7 @@ class RankTelemetry(SentinelCallback):
         norm: Tensor | float,
         step_seconds: float,
         no_grads: bool,
-        invalid: int,
+        invalid: Tensor | float,
         device: torch.device,
     ) -> Tensor | list[float]:
         """This rank's row, ``[n_signals]`` float64 on the device: host numbers in one copy, the rest stays there."""
@@ -573,7 +588,7 @@ class RankTelemetry(SentinelCallback):
             1.0 if scaler is None else scaler._get_scale_async(),
             step_seconds,
             self._data_seconds,
-            float(invalid),
+            invalid,
             float(no_grads and bool(self._losses)),
             float(self.context(trainer).terminating),
             self._waiting.take() if self._waiting is not None else 0.0,
@@ -862,14 +877,33 @@ def scale_of_gradients(trainer: Trainer, optimizer: Optimizer) -> Tensor | float
     return 1.0
 
 
-def _planned_rates(trainer: Trainer, optimizer: Optimizer) -> tuple[float, ...] | None:
-    """What the scheduler of this optimizer last set, one rate per parameter group; None without one."""
+def _planned_rates(trainer: Trainer, optimizer: Optimizer) -> list[Any] | None:
+    """What the scheduler of this optimizer last set, a number or 0-dim tensor per parameter group; None without one."""
     for config in trainer.lr_scheduler_configs:
         scheduler = config.scheduler
         if getattr(scheduler, "optimizer", None) is optimizer and hasattr(scheduler, "_last_lr"):
-            factor = context_of(trainer).scratch.get("lr_factor", 1.0)  # a reduction that is in force on purpose
-            return tuple(float(rate) * factor for rate in scheduler._last_lr)
+            factor = context_of(trainer).scratch.get("lr_factor")  # a reduction that is in force on purpose
+            return [rate if factor is None else rate * factor for rate in scheduler._last_lr]
     return None
+
+
+def _on_host(rates: Sequence[Any]) -> tuple[float, ...]:
+    """As numbers; NaN for one that lies on a device, which is known when the record has been read."""
+    return tuple([math.nan if isinstance(r, Tensor) and r.device.type != "cpu" else float(r) for r in rates])
+
+
+def _take_rates(context: RunContext, facts: Facts, values: _Values, rank: int) -> _Values:
+    """Learning rates that have come with the rows, to where they belong; the rows without them."""
+    assert isinstance(values, np.ndarray)
+    told = iter(values[rank, -facts.riding :].tolist())
+    facts.learning_rates = tuple([next(told) if math.isnan(r) else r for r in facts.learning_rates])
+    if facts.planned_rates is not None:
+        facts.planned_rates = tuple([next(told) if math.isnan(r) else r for r in facts.planned_rates])
+    for i in range(len(context.rates) - 1, max(-1, len(context.rates) - 4), -1):
+        if context.rates[i][0] == facts.step:
+            context.rates[i] = (facts.step, facts.planned_rates, facts.learning_rates)
+            break
+    return values[:, : -facts.riding]
 
 
 def _loader_sources(trainer: Trainer) -> Sequence[str]:

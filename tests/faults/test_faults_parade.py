@@ -233,7 +233,10 @@ def test_the_suite_finds_the_same_whether_or_not_the_journal_tells_what_was_inje
 
 def test_a_variant_changes_every_leg_and_the_suite_only_where_it_is() -> None:
     legs = {leg.name: leg for leg in parade.variant(parade.plan(short=True), "lagged", "eager")}
-    assert all({"compile=eager", "optimizer.fused=true"} <= set(leg.command(Path("r"), [])) for leg in legs.values())
+    assert all("compile=eager" in leg.command(Path("r"), []) for leg in legs.values())
+    # Lightning refuses to clip the gradients of a fused optimizer under a scaler; records are read at the gate there.
+    fused = {name for name, leg in legs.items() if "optimizer.fused=true" in leg.command(Path("r"), [])}
+    assert fused == {name for name in legs if not name.startswith("fp16")}
     with_sync = {n for n, leg in legs.items() if "callbacks.rank_telemetry.sync=lagged" in leg.command(Path("r"), [])}
     assert with_sync == {name for name, leg in legs.items() if leg.suite}
     plain = parade.variant(parade.plan(short=True), "gate", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
@@ -13,6 +14,7 @@ from sentinel_kit import Loader, Net, make_trainer, same_bits, weights
 from torch import nn
 
 from lightning_sentinel import (
+    BatchValidator,
     IncidentResponse,
     NonFiniteTracer,
     RankTelemetry,
@@ -23,7 +25,7 @@ from lightning_sentinel import lag as lag_module
 from lightning_sentinel.callbacks import rank_telemetry as telemetry_module
 from lightning_sentinel.context import context_of
 from lightning_sentinel.lag import can_skip_on_device, mark_to_skip
-from lightning_sentinel.record import SIGNALS
+from lightning_sentinel.record import SIGNAL_INDEX, SIGNALS
 
 
 class Fused(Net):
@@ -71,7 +73,8 @@ class Everything:
         self.reads = 0
         self.sent = 0
         self.telemetry = RankTelemetry(sync=sync, update_norm_every_n_steps=3, sources=("a", "b"))
-        suite = [NonFiniteTracer(), SpikeDetector(), self.telemetry, IncidentResponse(mode=mode)]
+        self.validator = BatchValidator(vocabulary_size=16)
+        suite = [self.validator, NonFiniteTracer(), SpikeDetector(), self.telemetry, IncidentResponse(mode=mode)]
         self.trainer, _ = make_trainer(suite, max_steps=50)
         self.module = Net().to("meta")
         self.trainer.strategy.connect(self.module)
@@ -80,10 +83,12 @@ class Everything:
         monkeypatch.setattr(type(self.trainer), "global_step", property(lambda t: self.step))
         self.optimizer = torch.optim.SGD(self.module.parameters(), 0.1)
         self.optimizer._step_supports_amp_scaling = True  # as a fused optimizer says of itself
+        self.optimizer.param_groups[0]["lr"] = torch.empty((), device="meta")  # as for capturable optimizers
         self.trainer.strategy.optimizers = [self.optimizer]
         self.step = 0
-        row = np.zeros((1, len(SIGNALS) + 4))
+        self.row = row = np.zeros((1, len(SIGNALS) + 4 + 1))
         row[0, :5] = [2.0, 4.0, 4.0, 1.0, math.nan]
+        row[0, -1] = 0.25  # the learning rate
 
         def read_now(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
             self.reads += 1
@@ -109,11 +114,16 @@ class Everything:
     def one_step(self) -> None:
         batch = {
             "x": torch.empty(4, 6, device="meta"),
-            "sample_id": list("abcd"),
+            "sample_id": [f"{self.step}-{i}" for i in range(4)],
             "source": torch.empty(4, device="meta"),
+            "input_ids": torch.empty(4, 6, device="meta", dtype=torch.int64),
+            "targets": torch.empty(4, 6, device="meta", dtype=torch.int64),
+            "document_ids": torch.empty(4, 6, device="meta", dtype=torch.int32),
         }
         self.module.sample_loss_nats = torch.empty(4, device="meta")
         trainer, module = self.trainer, self.module
+        if self.telemetry.sync == "lagged":  # at the gate it reads for itself, before a forward that may crash
+            self.validator.on_train_batch_start(trainer, module, batch, self.step)
         self.telemetry.on_train_batch_start(trainer, module, batch, self.step)
         loss = module.last(torch.relu(module.first(batch["x"]))).square().mean()
         self.telemetry.on_before_backward(trainer, module, loss)
@@ -129,6 +139,7 @@ class Everything:
 )
 def test_host_reads_of_the_signal_path(sync: str, mode: str, reads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     everything = Everything(sync, mode, monkeypatch)
+    everything.validator.on_train_start(everything.trainer, everything.module)
     everything.telemetry.on_train_start(everything.trainer, everything.module)
     monkeypatch.setattr(type(everything.trainer), "is_last_batch", property(lambda t: False))
     for _ in range(6):
@@ -138,6 +149,44 @@ def test_host_reads_of_the_signal_path(sync: str, mode: str, reads: int, monkeyp
     context = context_of(everything.trainer)
     assert context.nominal_steps == (6 if reads else 5)  # the newest one is still on its way
     assert [r.step for r in context.history] == list(range(context.nominal_steps))
+    assert {r.learning_rates for r in context.history} == {(0.25,)}
+    assert {len(r.signals) for r in context.history} == {r.values.shape[1] for r in context.history}
+    assert [rates for _, _, rates in context.rates][: context.nominal_steps] == [(0.25,)] * context.nominal_steps
+
+
+def test_the_flag_of_a_batch_comes_with_its_record_and_is_explained_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = Everything("lagged", "observe", monkeypatch)
+    everything.validator.on_train_start(everything.trainer, everything.module)
+    everything.telemetry.on_train_start(everything.trainer, everything.module)
+    monkeypatch.setattr(type(everything.trainer), "is_last_batch", property(lambda t: False))
+    explained = []
+    monkeypatch.setattr(everything.validator, "_describe_all", lambda *a: iter(explained.append(a[2]) or ()))
+    for step in range(6):
+        everything.row[0, SIGNAL_INDEX["invalid_batch"]] = float(step == 4)  # read in step 4: it belongs to step 3
+        everything.one_step()
+    assert explained == [3]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_batch_that_is_looked_at_later_gives_the_same_findings(masked: bool) -> None:
+    batch = {
+        "input_ids": torch.tensor([[1, 2, 99], [3, 4, 5]]),
+        "targets": torch.tensor([[2, 99, 1], [4, 5, -100]]),
+        "document_ids": torch.tensor([[0, 0, 0], [1, 0, 0]]),
+        "sample_id": ["a", "b"],
+    }
+    if masked:
+        batch["attention_mask"] = torch.ones(2, 3, dtype=torch.int64)
+    trainer, sink = make_trainer([])
+    now, later = BatchValidator(vocabulary_size=16), BatchValidator(vocabulary_size=16)
+    expected = now.check(batch, step=7)
+    assert len(expected) == 3
+    later._late = partial(later._look, trainer)
+    assert later.check(batch, step=7) == []
+    [(flag, look)] = later._flags
+    assert bool(flag)
+    assert look() == expected
+    assert [e["finding"]["message"] for e in sink.named("batch.invalid")] == [f.message for f in expected]
 
 
 # ---------------------------------------------------------------------------------------------- the same answers
