@@ -95,8 +95,8 @@ class NonFiniteTracer(SentinelCallback):
         self._traced: tuple[int, int] | None = None
         self._fit: tuple[Trainer, LightningModule, Optimizer | None] | None = None
         self._context: RunContext | None = None
-        self._hooks: list[tuple[nn.Module, str, RemovableHandle]] = []
-        self._deeper: list[RemovableHandle] = []  # of one step
+        self._hooks: list[tuple[nn.Module, str, _Handle]] = []
+        self._deeper: list[_Handle] = []  # of one step
         self._holds, self._every = False, 1
         self._holding = False  # in this forward
         self._forget()
@@ -190,7 +190,9 @@ class NonFiniteTracer(SentinelCallback):
 
     # ---------------------------------------------------------------------------------------- flags at the boundaries
 
-    def _register(self, module: nn.Module, path: str) -> RemovableHandle:
+    def _register(self, module: nn.Module, path: str) -> _Handle:
+        if _private.is_compiled(module):
+            return _private.AroundCompiled(module, self._flag(path))
         return module.register_forward_hook(self._flag(path))
 
     def _flag(self, path: str) -> Any:
@@ -222,7 +224,11 @@ class NonFiniteTracer(SentinelCallback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # A hook that somebody registered later runs after ours and may change the output: be the last again.
         for i, (module, path, handle) in enumerate(self._hooks):
-            if next(reversed(module._forward_hooks)) != handle.id:
+            if isinstance(handle, _private.AroundCompiled):
+                last = handle.in_place
+            else:
+                last = next(reversed(module._forward_hooks), None) == handle.id
+            if not last:
                 handle.remove()
                 self._hooks[i] = (module, path, self._register(module, path))
         if self._arm_next and self._opens_a_step(trainer):
@@ -243,7 +249,7 @@ class NonFiniteTracer(SentinelCallback):
         anchor = False
         for snapshot in self.context(trainer).snapshots:
             anchor = anchor or (snapshot.step == step and snapshot.params is not None)
-        if not anchor or self.boundaries != "auto" or any(m._compiled_call_impl is not None for m in module.modules()):
+        if not anchor or self.boundaries != "auto" or any(map(_private.is_compiled, module.modules())):
             return
         modules, known = dict(module.named_modules()), {path for _, path, _ in self._hooks}
         self._deeper = [self._register(modules[p], p) for p in block_paths(module) if p not in known]
@@ -472,6 +478,7 @@ class NonFiniteTracer(SentinelCallback):
         return report
 
 
+_Handle = RemovableHandle | _private.AroundCompiled
 _Held = tuple[str, Tensor, int]  # module path, output or its sum, and its version then
 
 

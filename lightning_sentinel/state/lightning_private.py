@@ -70,6 +70,7 @@ NAMES: tuple[tuple[str, str, str], ...] = (
     ("lightning.pytorch.trainer.connectors.checkpoint_connector", "_CheckpointConnector.dump_checkpoint", "2.6.6"),
     ("lightning.fabric.utilities.seed", "_set_rng_states", "2.6.6"),
     ("lightning.pytorch.loops.training_epoch_loop", "_TrainingEpochLoop._build_kwargs", "2.6.6"),
+    ("torch.nn", "Module._compiled_call_impl", "torch 2.13"),
     ("torch._C", "_current_graph_task_id", "torch 2.13"),
     ("torch._C", "_current_autograd_node", "torch 2.13"),
     ("torch.autograd", "_get_sequence_nr", "torch 2.13"),
@@ -654,6 +655,38 @@ def intercept_batch_start(trainer: Trainer, hook: Callable[[Any, int], None]) ->
             strategy.__dict__.pop("on_train_batch_start", None)
 
     return undo
+
+
+class AroundCompiled:
+    """A forward hook of a module that was compiled on its own (``module.compile()``), outside the compiled region.
+
+    What ``register_forward_hook`` registers becomes part of the module's graph.
+    """
+
+    def __init__(self, module: torch.nn.Module, hook: Callable[[torch.nn.Module, Any, Any], None]) -> None:
+        self.module, self.inner = module, module._compiled_call_impl
+        inner: Any = self.inner
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            output = inner(*args, **kwargs)
+            hook(module, args, output)
+            return output
+
+        self.call = call
+        module._compiled_call_impl = call
+
+    @property
+    def in_place(self) -> bool:
+        return self.module._compiled_call_impl is self.call
+
+    def remove(self) -> None:
+        if self.in_place:
+            self.module._compiled_call_impl = self.inner
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether the module was compiled on its own."""
+    return module._compiled_call_impl is not None
 
 
 def in_backward() -> bool:

@@ -87,3 +87,38 @@ def test_a_step_of_a_compiled_model_is_traced_in_the_eager_module(sync: str) -> 
     assert incident.verdict.culprits == ("module:model.0",)  # where the infinite input meets the weights
     assert [a["action"] for a in incident.actions] == ["skip_step"]
     assert all(torch.isfinite(p).all() for p in module.parameters())
+
+
+class ByLayer(Compiled):
+    """Each layer is compiled on its own; at step ``bad`` something outside of them spoils the second one's output, once."""
+
+    def __init__(self, bad: int) -> None:
+        super().__init__(None, bad)
+        for block in self.model[1]:
+            block.compile(backend="eager")
+
+    def run(self, x: Tensor) -> Tensor:
+        h = self.model[0](x)
+        for i, block in enumerate(self.model[1]):
+            if i and self.trainer.global_step == self.bad and not self.calls:
+                self.calls += 1
+                h = h * math.nan
+            h = block(h)
+        return self.model[2](h)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self.run(batch["x"]) - batch["y"]).square().mean()
+
+
+def test_layers_compiled_on_their_own_are_flagged_and_left_as_they_were() -> None:
+    torch.compiler.reset()
+    L.seed_everything(0, verbose=False)
+    module = ByLayer(bad=27)
+    compiled = [block._compiled_call_impl for block in module.model[1]]
+    suite = [NonFiniteTracer(), RankTelemetry(), IncidentResponse(mode="recover", exit_on_stop=False), Rollback()]
+    trainer, _ = make_trainer(suite, max_steps=40)
+    trainer.fit(module, Loader())
+    [incident] = context_of(trainer).incidents
+    assert (str(incident.verdict.kind), incident.verdict.reproducible) == ("infrastructure", False)
+    assert "module:model.1.1" in incident.verdict.culprits  # it does not come again: named by its flag alone
+    assert [block._compiled_call_impl for block in module.model[1]] == compiled
