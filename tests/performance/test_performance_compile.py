@@ -18,6 +18,7 @@ from lightning_sentinel.context import context_of
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*"),
     pytest.mark.filterwarnings("ignore:.*not recommended.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 
 
