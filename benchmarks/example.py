@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 from hybrid_lm.model import HybridLM, HybridLMConfig, Layout  # noqa: E402  # the examples are no installed package
 
-MOST = {"delta_over_attention_1t": 2.0, "delta_over_attention_2t": 2.0}
+MOST = {"delta_over_attention_1t": 2.0}
 
 # Sequences and tokens of a step, as in the configurations' own words.
 SHAPES = {"micro": (4, 64), "tiny": (4, 64), "small": (4, 256)}

@@ -314,7 +314,7 @@ class Simulated(L.LightningModule):
 
 
 class Rows:
-    """The same few numbers over and over, with a cursor."""
+    """A few numbers and the position, with a cursor."""
 
     def __init__(self, width: int = 4) -> None:
         self.rows, self.position = torch.randn(64, 2, width, generator=torch.Generator().manual_seed(0)), 0
@@ -322,7 +322,7 @@ class Rows:
     def __iter__(self) -> Iterator[Tensor]:
         while True:
             self.position += 1
-            yield self.rows[self.position % len(self.rows)]
+            yield self.rows[self.position % len(self.rows)] + self.position  # no content twice: repeats are a finding
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position}
