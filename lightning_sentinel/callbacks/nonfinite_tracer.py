@@ -99,6 +99,7 @@ class NonFiniteTracer(SentinelCallback):
         self._deeper: list[_Handle] = []  # of one step
         self._holds, self._every = False, 1
         self._holding = False  # in this forward
+        self._anchor = False  # this step starts at a full snapshot, from which it may be computed again
         self._forget()
 
     def _forget(self) -> None:
@@ -219,7 +220,7 @@ class NonFiniteTracer(SentinelCallback):
         return hook
 
     def _due(self, step: int) -> bool:
-        return step % self._every == 0 or bool(self._deeper)
+        return step % self._every == 0 or self._anchor
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # A hook that somebody registered later runs after ours and may change the output: be the last again.
@@ -246,10 +247,10 @@ class NonFiniteTracer(SentinelCallback):
 
         Not in compiled modules: another hook would have them compiled anew.
         """
-        anchor = False
+        self._anchor = False
         for snapshot in self.context(trainer).snapshots:
-            anchor = anchor or (snapshot.step == step and snapshot.params is not None)
-        if not anchor or self.boundaries != "auto" or any(map(_private.is_compiled, module.modules())):
+            self._anchor = self._anchor or (snapshot.step == step and snapshot.params is not None)
+        if not self._anchor or self.boundaries != "auto" or any(map(_private.is_compiled, module.modules())):
             return
         modules, known = dict(module.named_modules()), {path for _, path, _ in self._hooks}
         self._deeper = [self._register(modules[p], p) for p in block_paths(module) if p not in known]
