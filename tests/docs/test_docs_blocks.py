@@ -82,7 +82,7 @@ class Page:
                 self.prints = self.command(line)
         else:
             assert block.language == "text", f"what is this block? {block}"
-            first = [line.split()[0] for line in block.content.splitlines() if line.strip()]
+            first = [line.split()[0] for line in block.content.splitlines() if line.strip() and line[0] != " "]
             assert not {"python", "pip", "make", "torchrun", "lightning-sentinel", "$"} & {*first}, (
                 f"{block} has commands"
             )
