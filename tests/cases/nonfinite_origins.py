@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sentinel import NonFiniteTracer, RankTelemetry
+from lightning_sentinel import IncidentResponse, NonFiniteTracer, RankTelemetry
 from lightning_sentinel.context import context_of
+from lightning_sentinel.data.identity import sample_ids
+from lightning_sentinel.incidents import VerdictKind
 
 
 class Hidden(nn.Module):
@@ -76,7 +78,11 @@ class Case(L.LightningModule):
 
 
 def assert_named(mixer: type[nn.Module], *, loss_is_finite: bool, phase: str, operator: str) -> dict[str, Any]:
-    """Train three steps; sample 10, in step 2, is bad. Operator, module and sample are named; gives the operator's input."""
+    """Train three steps; sample 10, in step 2, is bad. Operator, module and sample are named by the trace and by the verdict.
+
+    Returns:
+        The range of the operator's input.
+    """
     x, bad = torch.randn(16, 16, generator=torch.Generator().manual_seed(0)), torch.zeros(16)
     bad[10] = 1.0  # step 2, second sample of four in order
     tracer, telemetry = (
@@ -90,7 +96,7 @@ def assert_named(mixer: type[nn.Module], *, loss_is_finite: bool, phase: str, op
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[tracer, telemetry],
+        callbacks=[tracer, telemetry, IncidentResponse()],
     )
     trainer.fit(Case(mixer()), DataLoader(TensorDataset(x, bad), batch_size=4))
     [report] = tracer.reports
@@ -98,9 +104,13 @@ def assert_named(mixer: type[nn.Module], *, loss_is_finite: bool, phase: str, op
     assert report.phase.startswith(phase)
     assert bool(context_of(trainer).record.column("nonfinite_loss")[0]) is not loss_is_finite
     assert context_of(trainer).record.has_nonfinite
-    from lightning_sentinel.data.identity import sample_ids
-
     assert report.samples == (sample_ids([x[8:12], bad[8:12]])[2],)
+    [incident] = context_of(trainer).incidents
+    verdict = incident.verdict
+    assert verdict is not None
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.NUMERICS, ("module:mixer",))
+    assert (verdict.since_step, verdict.reproducible, verdict.sample_ids) == (2, True, report.samples)
+    assert verdict.evidence["operator"] == operator
     if phase == "backward":  # what came into the operator was finite
         assert all(i["nonfinite"] == 0 for i in report.inputs)
     return report.inputs[0] if report.inputs else {}
