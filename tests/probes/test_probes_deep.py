@@ -102,8 +102,10 @@ def test_norms_updates_and_moments_are_those_of_the_step() -> None:
             if trainer.global_step == 4:
                 self.seen["gradient"] = {n: p.grad.clone() for n, p in pl_module.named_parameters()}
                 self.seen["weight"] = {n: p.detach().clone() for n, p in pl_module.named_parameters()}
-                state = optimizer.state[pl_module.first.weight]
-                self.seen["exp_avg_sq"] = state["exp_avg_sq"].clone()
+                self.seen["states"] = {
+                    key: {n: optimizer.state[p][key].clone() for n, p in pl_module.named_parameters()}
+                    for key in ("exp_avg", "exp_avg_sq")
+                }
 
         def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
             if trainer.global_step == 5:
@@ -128,11 +130,13 @@ def test_norms_updates_and_moments_are_those_of_the_step() -> None:
     assert first["gradient"] == pytest.approx(
         norm(v for n, v in seen["gradient"].items() if n.startswith("first")), rel=1e-5
     )
-    moments = event["optimizer"]["exp_avg_sq"]
     assert set(event["optimizer"]) == {"exp_avg", "exp_avg_sq"}
-    assert moments["min"] <= float(seen["exp_avg_sq"].min())
-    assert moments["max"] >= float(seen["exp_avg_sq"].max())
-    assert moments["max_at"] in seen["weight"]
+    for key, states in seen["states"].items():
+        told = event["optimizer"][key]
+        lows, highs = {n: float(t.min()) for n, t in states.items()}, {n: float(t.max()) for n, t in states.items()}
+        assert (told["min"], told["max"]) == pytest.approx((min(lows.values()), max(highs.values())), rel=1e-5)
+        assert told["min_at"] == min(lows, key=lambda n: lows[n])
+        assert told["max_at"] == max(highs, key=lambda n: highs[n])
 
 
 class Dead(L.LightningModule):

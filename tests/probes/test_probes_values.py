@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hybrid_lm.gated_delta import decay as decayed
-from hybrid_lm.model import GatedDeltaNet, HybridLM, HybridLMConfig, Layout
+from hybrid_lm.model import FeedForward, GatedDeltaNet, HybridLM, HybridLMConfig, Layout
+from hybrid_lm.model import RMSNorm as ExampleNorm
 from hybrid_lm.probes import final_state
 from torch import Tensor, nn
 
@@ -141,6 +143,150 @@ def test_nothing_is_read_by_the_host() -> None:
 # -------------------------------------------------------------------------------------------------------- their values
 
 
+def same(found: dict[str, Any], direct: dict[str, Any]) -> None:
+    """Neither more nor fewer values than were computed directly, and each of them right."""
+    assert found.keys() == direct.keys()
+    for name, expected in direct.items():
+        assert found[name] == pytest.approx(expected, rel=1e-4, abs=1e-7), name
+
+
+def of_size(x: Tensor, of: str) -> dict[str, float]:
+    """Root mean square and largest magnitude by their definition, in float64."""
+    numbers = x.detach().double().flatten().tolist()
+    return {
+        f"{of}_rms": math.sqrt(sum(n * n for n in numbers) / len(numbers)),
+        f"{of}_max": max(abs(n) for n in numbers),
+    }
+
+
+def linear(module: Any, x: Tensor) -> dict[str, Any]:
+    return of_size(x, "input") | {"output_max": of_size(x @ module.weight.T + module.bias, "output")["output_max"]}
+
+
+def embedding(module: Any, x: Tensor) -> dict[str, Any]:
+    return of_size(module.weight[x], "output")
+
+
+def batch_norm(module: Any, x: Tensor) -> dict[str, Any]:
+    """Running values after the first batch, at a momentum of 0.1."""
+    mean, variance = 0.1 * x.mean(0), 0.9 + 0.1 * x.var(0)
+    return of_size(x, "input") | {
+        "running_mean_max": max(abs(m) for m in mean.tolist()),
+        "running_var_min": min(variance.tolist()),
+    }
+
+
+def lstm(module: Any, x: Tensor) -> dict[str, Any]:
+    """Two layers by their equations; norms of the last hidden and cell state, mean over the batch."""
+    found: dict[str, Any] = {"state_norm": [], "cell_norm": []}
+    for layer in range(2):
+        w, u, b, c = (getattr(module, f"{n}_l{layer}") for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
+        state, cell, outputs = torch.zeros(2, 4), torch.zeros(2, 4), []
+        for now in x:
+            i, f, g, o = (now @ w.T + b + state @ u.T + c).chunk(4, -1)
+            cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
+            state = o.sigmoid() * cell.tanh()
+            outputs.append(state)
+        x = torch.stack(outputs)
+        for name, last in (("state_norm", state), ("cell_norm", cell)):
+            found[name].append(sum(math.sqrt(float(row.square().sum())) for row in last) / 2)
+    return found
+
+
+def saturation(lowest: float, output: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], dict[str, Any]]:
+    def direct(module: Any, x: Tensor) -> dict[str, Any]:
+        numbers = output(x).flatten().tolist()
+        low, high = sum(n < lowest + 0.01 for n in numbers), sum(n > 0.99 for n in numbers)
+        assert low > 0 < high
+        return {"low": low / len(numbers), "high": high / len(numbers), "mean": sum(numbers) / len(numbers)}
+
+    return direct
+
+
+def relu(module: Any, x: Tensor) -> dict[str, Any]:
+    output = x.clamp(min=0)
+    dead = [bool((unit < 1e-3).all()) for unit in output.flatten(0, -2).T]
+    assert sum(dead) == 1
+    shares = {"silent": float((output < 1e-3).double().mean()), "dead_units": sum(dead) / len(dead)}
+    return shares | {"rms": of_size(output, "o")["o_rms"]}
+
+
+def feed_forward(module: Any, x: Tensor) -> dict[str, Any]:
+    """A quarter of the units is driven shut for every token; others are shut for some."""
+    opened = x @ module.gate.weight.T
+    gate = opened / (1.0 + (-opened).exp())
+    shut = (gate.abs() < 1e-3).flatten(0, -2)
+    dead = [bool(unit.all()) for unit in shut.T]
+    assert dead == [i < 16 for i in range(64)]
+    assert shut.double().mean() > 0.25
+    output = (gate * (x @ module.up.weight.T)) @ module.down.weight.T
+    return {
+        "gate_rms": of_size(gate, "gate")["gate_rms"],
+        "gate_shut": int(shut.sum()) / shut.numel(),
+        "gate_dead_units": sum(dead) / len(dead),
+        "output_rms": of_size(output, "output")["output_rms"],
+    }
+
+
+def shut_feed_forward() -> FeedForward:
+    module = FeedForward(HybridLMConfig(vocab_size=64, width=32, layers=1, ffn_width=64))
+    with torch.no_grad():
+        module.gate.weight[:16] = 0.0
+        module.gate.weight[:16, 0] = -50.0  # the first feature is 1 in every token
+    return module
+
+
+def tokens_with_a_one() -> Tensor:
+    x = randn(2, 9, 32)
+    x[..., 0] = 1.0
+    return x
+
+
+def one_dead_unit() -> Tensor:
+    x = randn(5, 4, 6)
+    x[..., 2] = -1.0 - x[..., 2].abs()
+    return x
+
+
+@pytest.mark.parametrize(
+    ("module", "given", "direct"),
+    [
+        pytest.param(lambda: nn.Linear(6, 3), lambda: 5 * randn(7, 6), linear, id="linear"),
+        pytest.param(
+            lambda: nn.Embedding(9, 4), lambda: torch.tensor([[1, 8, 1], [0, 3, 5]]), embedding, id="embedding"
+        ),
+        *(
+            pytest.param(kind, lambda: 3 * randn(4, 6) - 2, lambda module, x: of_size(x, "input"), id=name)
+            for name, kind in {
+                "layer norm": lambda: nn.LayerNorm(6),
+                "rms norm": lambda: nn.RMSNorm(6),
+                "group norm": lambda: nn.GroupNorm(2, 6),
+                "example's rms norm": lambda: ExampleNorm(6, 1e-6),
+                "batch norm without running values": lambda: nn.BatchNorm1d(6, track_running_stats=False),
+            }.items()
+        ),
+        pytest.param(lambda: nn.BatchNorm1d(6), lambda: 3 * randn(5, 6) - 2, batch_norm, id="batch norm"),
+        pytest.param(lambda: nn.LSTM(3, 4, num_layers=2), lambda: randn(5, 2, 3), lstm, id="lstm"),
+        pytest.param(
+            nn.Sigmoid, lambda: 5 * randn(9, 7), saturation(0.0, lambda x: 1 / (1 + (-x).exp())), id="sigmoid"
+        ),
+        pytest.param(
+            nn.Tanh, lambda: 3 * randn(9, 7), saturation(-1.0, lambda x: 1 - 2 / ((2 * x).exp() + 1)), id="tanh"
+        ),
+        pytest.param(nn.ReLU, one_dead_unit, relu, id="relu"),
+        pytest.param(shut_feed_forward, tokens_with_a_one, feed_forward, id="feed-forward"),
+    ],
+)
+def test_every_value_of_a_module(
+    module: Callable[[], nn.Module], given: Callable[[], Tensor], direct: Callable[[Any, Tensor], dict[str, Any]]
+) -> None:
+    torch.manual_seed(0)
+    made, x = module(), given()
+    with torch.no_grad():
+        expected = direct(made, x)
+    same(values(observed(made, x))[""], expected)
+
+
 def entropy(probability: Tensor) -> Tensor:
     return -(probability * probability.clamp(min=1e-30).log()).sum(-1)
 
@@ -245,18 +391,81 @@ def example() -> tuple[GatedDeltaNet, Layout]:
     return model.layers[0].mixer, Layout.of(documents, config, torch.float32)  # type: ignore[return-value]
 
 
-def test_recurrent_state_is_that_of_the_definition() -> None:
-    module, layout = example()
-    _, key, value, log_decay, beta = module.rule_inputs(randn(2, 45, 32), layout)
+def defined_state(key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
+    """State at the end, token by token; the first sequence's second document begins at token 20."""
     state = torch.zeros(2, key.shape[2], 8, 8)
     fade = decayed(log_decay, torch.zeros_like(log_decay, dtype=torch.bool))
     for t in range(45):
         if t == 20:
-            state[0] = 0.0  # a new document
+            state[0] = 0.0
         state = fade[:, t, :, None, None] * state
         held = torch.einsum("bhk,bhkv->bhv", key[:, t], state)
         state = state + torch.einsum("bhk,bhv->bhkv", key[:, t], beta[:, t, :, None] * (value[:, t] - held))
+    return state
+
+
+def test_recurrent_state_is_that_of_the_definition() -> None:
+    module, layout = example()
+    _, key, value, log_decay, beta = module.rule_inputs(randn(2, 45, 32), layout)
+    state = defined_state(key, value, log_decay, beta)
     torch.testing.assert_close(final_state(key, value, log_decay, beta, layout), state, atol=1e-5, rtol=1e-4)
+
+
+def test_every_value_of_a_gated_delta_layer() -> None:
+    """Head 0 hardly forgets, head 1 forgets all; half of head 1's output gate is shut."""
+    module, layout = example()
+    x = randn(2, 45, 32)
+    with torch.no_grad():
+        module.log_rate.copy_(torch.tensor([-12.0, 6.0]))
+        module.beta.weight.mul_(200.0)
+        module.gate.weight[8:12] = 0.0
+    with torch.no_grad():
+        _, key, value, _, _ = module.rule_inputs(x, layout)
+        step = x @ module.decay.weight.T + module.decay_bias
+        log_decay = -module.log_rate.exp() * (1.0 + step.exp()).log()
+        write = 1.0 / (1.0 + (-(x @ module.beta.weight.T)).exp())
+        opened = x @ module.gate.weight.T
+        gate = (opened * opened.sigmoid()).reshape(2, 45, 2, 8)
+        state = defined_state(key, value, log_decay, write)
+
+    def by_head(values: Tensor) -> list[float]:
+        return [float(values[..., head].double().mean()) for head in range(2)]
+
+    direct = {
+        "decay_mean": by_head(log_decay.exp()),
+        "decay_forgets": by_head(log_decay.exp() < 0.01),
+        "decay_keeps": by_head(log_decay.exp() > 0.9999),
+        "log_decay_min": [float(log_decay[..., head].min()) for head in range(2)],
+        "write_mean": by_head(write),
+        "write_closed": by_head(write < 0.01),
+        "write_dead": [0.0, 0.0],
+        "output_gate_shut": by_head((gate.abs() < 1e-3).double().mean(-1)),
+        "state_norm": [sum(math.sqrt(float(s[head].square().sum())) for s in state) / 2 for head in range(2)],
+    }
+    assert direct["decay_keeps"] == [1.0, 0.0]
+    assert direct["decay_forgets"] == [0.0, 1.0]
+    assert 0.0 < direct["write_closed"][0] < 1.0
+    assert direct["output_gate_shut"][0] < 0.1 < 0.5 <= direct["output_gate_shut"][1] < 0.6
+    same(values(observed(module, x, layout))[""], direct)
+
+
+def test_the_stream_by_depth() -> None:
+    """Each block's output, not what it adds: the second of three adds far more than the others."""
+    torch.manual_seed(0)
+    config = HybridLMConfig(vocab_size=64, width=32, layers=3, ffn_width=64)
+    model = HybridLM(config)
+    tokens = torch.arange(90).reshape(2, 45) % 64
+    documents = torch.zeros(2, 45, dtype=torch.int64)
+    with torch.no_grad():
+        model.layers[1].ffn.down.weight.mul_(1000.0)  # type: ignore[union-attr, operator]
+        stream, layout, direct = model.embedding(tokens), Layout.of(documents, config, torch.float32), []
+        for layer in model.layers:
+            stream = layer(stream, layout)
+            direct.append(of_size(stream, "stream"))
+    found = values(observed(model, tokens, documents))
+    for i, expected in enumerate(direct):
+        same(found[f"layers.{i}"], expected)
+    assert direct[1]["stream_rms"] > 5.0 * direct[0]["stream_rms"]
 
 
 def test_a_dead_and_a_forgetful_head_are_seen() -> None:
