@@ -28,9 +28,19 @@ _POLL_SECONDS = 0.1
 _TAIL_BYTES = 65536
 _LOOK_AT = 64  # ranks of larger jobs look at that many of the ranks that follow them
 _NAMED = 8
+# What gloo, NCCL and c10d say when another rank does not answer. Words that others use too ("timed out", "broken pipe") count
+# only in their form: a reader that has timed out is this rank's own trouble.
 _FAILED = re.compile(
-    r"gloo|nccl|closed by peer|reset by peer|pair closure|timed out|broken pipe|process group", re.IGNORECASE
+    r"gloo/\w+/"  # gloo's errors begin with the place in its source
+    r"|\A(?:connection (?:closed|reset) by peer \[|application timeout caused pair closure|timed out waiting \d+ ?ms for )"
+    r"|failed to pass monitoredBarrier"
+    r"|NCCL (?:error|communicator|operations? (?:has|have)\b)|WorkNCCL|watchdog caught collective operation timeout"
+    r"|\[c10d\]"
+    r"|\A(?:operation timed out!|socket timeout|broken pipe|connection reset by peer)\s*\Z",  # c10d's work and store
+    re.IGNORECASE,
 )
+# A loader's worker, or its thread that pins memory, takes part in no collective, whatever its traceback quotes.
+_OF_THE_LOADER = re.compile(r"\A(?:DataLoader\b|Caught \w+ in (?:DataLoader worker|pin memory thread))")
 
 
 def is_lost_connection(kind: str, message: str) -> bool:
@@ -41,10 +51,12 @@ def is_lost_connection(kind: str, message: str) -> bool:
         True
         >>> is_lost_connection("RuntimeError", "mat1 and mat2 shapes cannot be multiplied")
         False
+        >>> is_lost_connection("RuntimeError", "DataLoader timed out after 5 seconds")
+        False
     """
     if kind in ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError"):
         return True
-    return kind == "RuntimeError" and _FAILED.search(message) is not None
+    return kind == "RuntimeError" and _FAILED.search(message) is not None and _OF_THE_LOADER.match(message) is None
 
 
 def lost_connection(trainer: Trainer, exception: BaseException) -> bool:

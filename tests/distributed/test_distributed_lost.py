@@ -16,6 +16,8 @@ from lightning_sentinel.journal import Journal
 
 GLOO = "[/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:5"
 TIMEOUT = "[/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete"
+OLD_GLOO = "../third_party/gloo/gloo/transport/tcp/pair.cc:598"
+WATCHDOG = "Watchdog caught collective operation timeout"
 
 
 def journal(folder: Path, rank: int, *events: tuple[str, int, dict[str, Any]]) -> None:
@@ -47,6 +49,35 @@ def test_who_is_named(tmp_path: Path) -> None:
         ("RuntimeError", GLOO, True),
         ("RuntimeError", TIMEOUT, True),
         ("RuntimeError", "Application timeout caused pair closure", True),  # the same, seen from another thread of gloo
+        ("RuntimeError", f"[{OLD_GLOO}] Read error [10.0.0.2]:41: Connection reset by peer", True),
+        ("RuntimeError", "Connection closed by peer [127.0.0.1]:5", True),
+        ("RuntimeError", "Timed out waiting 1800000ms for recv operation to complete", True),
+        ("RuntimeError", "[Rank 0]: Ranks 1 failed to pass monitoredBarrier in 2000 ms", True),
+        ("RuntimeError", "Operation timed out!", True),  # Work.wait of c10d
+        ("RuntimeError", "Socket Timeout", True),  # c10d's store
+        ("RuntimeError", "Broken pipe", True),
+        (
+            "RuntimeError",
+            "[c10d] The client socket has timed out after 60s while trying to connect to (a, 29500).",
+            True,
+        ),
+        ("RuntimeError", "NCCL communicator was aborted on rank 1. Original reason for failure was: ...", True),
+        ("RuntimeError", "NCCL error in: ../ProcessGroupNCCL.cpp:1691, remote process exited or there was ...", True),
+        ("RuntimeError", "Some NCCL operations have failed or timed out. Due to the asynchronous nature of ...", True),
+        ("RuntimeError", f"[Rank 3] {WATCHDOG}: WorkNCCL(SeqNum=6, OpType=ALLREDUCE, NumelIn=1) ran for 5 ms", True),
+        ("DistNetworkError", "failed to recv, got 0 bytes", True),
+        ("DistStoreError", "wait timeout after 5000ms, keys: /x", True),
+        ("RuntimeError", "DataLoader timed out after 5 seconds", False),
+        ("RuntimeError", "DataLoader worker (pid(s) 41) exited unexpectedly", False),
+        ("RuntimeError", f"Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback ...\n{GLOO}", False),
+        ("RuntimeError", "Pin memory thread exited unexpectedly", False),
+        ("RuntimeError", "Default process group has not been initialized, please make sure to call ...", False),
+        ("RuntimeError", "Distributed package doesn't have NCCL built in", False),
+        ("RuntimeError", "s3://bucket/shard-4: Connection reset by peer", False),
+        ("RuntimeError", "the tokenizer's process has gone: Broken pipe", False),
+        ("RuntimeError", "request timed out", False),
+        ("TimeoutError", "timed out", False),
+        ("BrokenPipeError", "[Errno 32] Broken pipe", False),
         ("RuntimeError", "the reader gave up after its timeout", False),
         ("DistBackendError", "anything", True),
         ("RuntimeError", "CUDA error: an illegal memory access", False),
@@ -55,6 +86,12 @@ def test_who_is_named(tmp_path: Path) -> None:
 )
 def test_a_failed_collective_is_known(kind: str, message: str, lost: bool) -> None:
     assert is_lost_connection(kind, message) is lost
+
+
+def test_a_loader_that_timed_out_is_named_as_the_cause(tmp_path: Path) -> None:
+    """The victim says who it was, and not that no rank is missing."""
+    journal(tmp_path, 1, ("exception", 4, {"type": "RuntimeError", "message": "DataLoader timed out after 5 seconds"}))
+    assert told(tmp_path, [1]) == "rank 1 raised RuntimeError at step 4 (DataLoader timed out after 5 seconds)"
 
 
 def test_what_changed_since_the_last_fit(tmp_path: Path) -> None:
