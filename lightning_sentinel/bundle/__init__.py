@@ -8,6 +8,7 @@
       run.json                   record of the step (every rank), losses before it, configuration, versions
       weights.pt                 rank 0's parameters at the gate of the step, before its update
       rank-00000.pt              this rank's micro-batches or their ids, random states, buffers, losses
+      probe-00000.json           sealed, added after the rest: what DeepProbe measured on this rank at the incident
 
 The parts: :mod:`.contents` collects at the gate, :mod:`.writing` writes in a thread, :mod:`.reading` checks and reads,
 :mod:`.rebuild` makes model and data from the recorded configuration, :mod:`.replay` computes the step again.

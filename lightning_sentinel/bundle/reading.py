@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,7 +19,7 @@ from ..incidents import Incident
 from ..state.shards import Assembly, Part
 from .contents import SCHEMA
 from .place import bundle_dir, incidents_dir
-from .writing import INCIDENT, RUN, WEIGHTS
+from .writing import INCIDENT, RUN, WEIGHTS, probe_file
 
 
 class BundleError(ValueError):
@@ -34,15 +34,16 @@ class Bundle:
         path: Its folder.
         manifest: Step, attempt, tokens, world size, missing ranks and files.
         incident: The incident as it was when the bundle was last brought up to date.
-        probe: What ``DeepProbe`` measured last on rank 0 when the bundle was brought up to date, or None.
         run: Record, history, configuration, numerics and versions; see ``docs/replay.md``.
+        probes: By rank, what ``DeepProbe`` measured there at the incident's step: the fields of ``probe.deep`` with step,
+            attempt and tokens. Empty where there was no probe; a rank that could not write into the folder is missing.
     """
 
     path: Path
     manifest: dict[str, Any]
     incident: Incident
     run: dict[str, Any]
-    probe: dict[str, Any] | None = None
+    probes: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def open(cls, run_dir: str | Path, incident: int) -> Bundle:
@@ -71,7 +72,12 @@ class Bundle:
             _check(path, name, manifest)
         story = _story(path, raw)
         run = json.loads(_checked(path, RUN, manifest))
-        return cls(path, manifest, Incident.from_dict(story["incident"]), run, story.get("probe"))
+        return cls(path, manifest, Incident.from_dict(story["incident"]), run, _probes(path, manifest, raw))
+
+    @property
+    def probe(self) -> dict[str, Any] | None:
+        """Rank 0's probe, or None."""
+        return self.probes.get(0)
 
     @property
     def step(self) -> int:
@@ -135,15 +141,25 @@ def bundles(run_dir: str | Path) -> list[int]:
 
 
 def _story(path: Path, manifest: bytes) -> dict[str, Any]:
+    return _sealed(path, INCIDENT, manifest)
+
+
+def _probes(path: Path, manifest: dict[str, Any], raw: bytes) -> dict[int, dict[str, Any]]:
+    names = {r: probe_file(r) for r in range(int(manifest["world_size"])) if (path / probe_file(r)).is_file()}
+    return {r: _sealed(path, name, raw)["probe"] for r, name in names.items()}
+
+
+def _sealed(path: Path, name: str, manifest: bytes) -> dict[str, Any]:
+    """A file that was written beside the manifest and names its hash."""
     try:
-        story = unseal(_bytes(path, INCIDENT))
+        content = unseal(_bytes(path, name))
     except ValueError as error:
         raise BundleError(
-            f"{path / INCIDENT} {error}; the bundle is damaged and is not used. Put an undamaged copy there."
+            f"{path / name} {error}; the bundle is damaged and is not used. Put an undamaged copy there."
         ) from None
-    if story["manifest_sha256"] != hashlib.sha256(manifest).hexdigest():
-        raise BundleError(f"{path / INCIDENT} belongs to another bundle (it names another {MANIFEST}).")
-    return story
+    if content["manifest_sha256"] != hashlib.sha256(manifest).hexdigest():
+        raise BundleError(f"{path / name} belongs to another bundle (it names another {MANIFEST}).")
+    return content
 
 
 def _bytes(path: Path, name: str) -> bytes:

@@ -73,6 +73,7 @@ class BundleWriter:
         self.disk = disk or Disk()
         self._spent = 0
         self._known: set[int] = set()
+        self._mine: set[int] = set()  # of those, the bundles that this rank has its part in
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._waiting = 0  # bundles in the queue, this one's thread included
@@ -110,6 +111,7 @@ class BundleWriter:
             self._failed(context, incident.number, record, words(failure))
             return
         self._waiting += 1
+        self._mine.add(incident.number)
         self._put(lambda: self._write(context, part, planned, record))
 
     def update(self, trainer: Trainer, incident: Incident) -> None:
@@ -118,8 +120,17 @@ class BundleWriter:
         if context.run_dir is None or incident.number not in self._known or not trainer.is_global_zero:
             return
         path = bundle_dir(context.run_dir, incident.number)
-        now, probe = plain(incident.to_dict()), plain(context.scratch.get("deep_probe"))
-        self._put(lambda: self._rewrite(path, now, probe))
+        now = plain(incident.to_dict())
+        self._put(lambda: self._rewrite(path, now))
+
+    def add_probe(self, trainer: Trainer, number: int, probe: Mapping[str, Any]) -> None:
+        """What ``DeepProbe`` has measured on this rank at the incident; every rank adds its own to the bundle."""
+        context = context_of(trainer)
+        if context.run_dir is None or number not in self._mine:
+            return
+        folder, rank = bundle_dir(context.run_dir, number), trainer.global_rank
+        measured = plain(probe)
+        self._put(lambda: self._probe(folder, number, rank, measured))
 
     def close(self) -> None:
         """Wait for what is being written, at most :data:`END_SECONDS`; called at the end of the fit, also after an error."""
@@ -134,6 +145,7 @@ class BundleWriter:
         if thread.is_alive():
             log.warning("a bundle is still being written after %.0f s; it is left unfinished", END_SECONDS)
         self._known.clear()
+        self._mine.clear()
         self._spent = 0
 
     # ------------------------------------------------------------------------------------------------ in the thread
@@ -175,6 +187,7 @@ class BundleWriter:
             else:
                 self._follow(temporary, part)
         except Exception as error:  # a full disk, a folder that cannot be written to, a peer that is gone
+            self._mine.discard(part.number)
             self._failed(context, part.number, record, words(error))
             if part.rank == 0:
                 with contextlib.suppress(OSError):
@@ -249,10 +262,26 @@ class BundleWriter:
             entries[RUN] = write_file(self.disk, folder / RUN, lambda w: _all(w, data), mode=MODE)
         return entries
 
-    def _rewrite(self, path: Path, incident: Mapping[str, Any], probe: Any) -> None:
+    def _probe(self, folder: Path, number: int, rank: int, measured: Any) -> None:
+        if number not in self._mine:
+            return  # this rank's part could not be written: the journal says why, and has the probe
+        temporary, deadline = folder.with_name(f"{HIDDEN}tmp-{folder.name}"), time.monotonic() + PEER_SECONDS
+        while not folder.exists():  # rank 0 waits for the parts of the others before it publishes
+            if time.monotonic() > deadline or not (temporary.exists() or folder.exists()):
+                log.info("the bundle %s was not published: it holds no probe of rank %d", folder, rank)
+                return
+            time.sleep(_POLL_SECONDS)
+        try:
+            seal_of = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+            data = seal({"rank": rank, "probe": measured, "manifest_sha256": seal_of})
+            replace_file(self.disk, folder / probe_file(rank), data, mode=MODE)
+        except OSError as error:  # the disk is full: the journal has it all the same
+            log.info("the bundle %s holds no probe of rank %d: %s", folder, rank, words(error))
+
+    def _rewrite(self, path: Path, incident: Mapping[str, Any]) -> None:
         try:
             seal_of = hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
-            replace_file(self.disk, path / INCIDENT, _story(incident, seal_of, probe), mode=MODE)
+            replace_file(self.disk, path / INCIDENT, _story(incident, seal_of), mode=MODE)
         except OSError as error:  # not published, or the disk is full: the journal has it all the same
             log.info("the bundle %s was not brought up to date: %s", path, words(error))
 
@@ -277,8 +306,17 @@ def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
             log.exception("a bundle could not be written")
 
 
-def _story(incident: Mapping[str, Any], manifest_sha256: str, probe: Any = None) -> bytes:
-    return seal({"incident": dict(incident), "probe": probe, "manifest_sha256": manifest_sha256})
+def probe_file(rank: int) -> str:
+    """
+    Example:
+        >>> probe_file(1)
+        'probe-00001.json'
+    """
+    return f"probe-{rank:05d}.json"
+
+
+def _story(incident: Mapping[str, Any], manifest_sha256: str) -> bytes:
+    return seal({"incident": dict(incident), "manifest_sha256": manifest_sha256})
 
 
 def _all(writer: HashingWriter, data: bytes) -> None:

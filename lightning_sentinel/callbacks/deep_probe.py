@@ -26,7 +26,8 @@ from ..triage.replay import ReplayResult, ReplayUnavailableError, replay
 from ..triage.sandbox import is_replaying
 from ..triage.tokens import TokenLosses
 from ..triage.window import ensure_capture
-from .base import SentinelCallback, gather_objects
+from .base import SentinelCallback, find_callback, gather_objects
+from .incident_response import IncidentResponse
 from .rank_telemetry import scale_of_gradients
 
 log = logging.getLogger("lightning_sentinel")
@@ -77,7 +78,8 @@ class DeepProbe(SentinelCallback):
     - the distance of every probed output to the largest number of its dtype, in doublings (``headroom_bits``). Where that
       will be used up within ``horizon_steps``, or less than one doubling is left, a finding ``range_trend`` warns.
 
-    On several ranks all look at the same steps; each journals its own data, and the range is that of the worst rank.
+    On several ranks all look at the same steps; each journals its own data, and the range is that of the worst rank. At an
+    incident each rank's probe goes into the incident's bundle, too.
 
     Example:
         >>> from lightning_sentinel import DeepProbe
@@ -140,7 +142,11 @@ class DeepProbe(SentinelCallback):
             self._probed_incidents += 1
             look = self._begin(trainer, pl_module, optimizer, "incident", opened[-1].number)
             # Written at once: the run may be stopped, or go back, at the end of this batch.
-            self._end(trainer, look)
+            measured = self._end(trainer, look)
+            response = find_callback(trainer, IncidentResponse)
+            if response is not None:
+                for incident in opened:
+                    response.bundles.add_probe(trainer, incident.number, measured)
         if self.every_n_steps and step >= self._next and not context.held:
             self._next = (step // self.every_n_steps + 1) * self.every_n_steps
             self._look = self._begin(trainer, pl_module, optimizer, "interval", None)
@@ -240,8 +246,8 @@ class DeepProbe(SentinelCallback):
         look.stats.values.append((f"norms:{what}", "each", each / scale))
 
     @torch.no_grad()
-    def _end(self, trainer: Trainer, look: _Look) -> None:
-        """Measure the update, read everything at once, judge the range, write it down."""
+    def _end(self, trainer: Trainer, look: _Look) -> dict[str, Any]:
+        """Measure the update, read everything at once, judge the range, write it down; the fields of ``probe.deep``."""
         device = trainer.strategy.root_device
         if look.before is not None:
             torch._foreach_sub_(look.before, look.parameters)
@@ -262,13 +268,15 @@ class DeepProbe(SentinelCallback):
                 self._next = min(self._next, look.step + max(1, self.every_n_steps // CLOSER_LOOK))
         event["seconds"] = round(time.perf_counter() - look.started, 4)
         context = self.context(trainer)
+        event = {"step": look.step, "attempt": context.attempt, "tokens": context.tokens, **event}
         context.scratch["deep_probe"] = event
-        context.journal.write("probe.deep", step=look.step, attempt=context.attempt, tokens=context.tokens, **event)
+        context.journal.write("probe.deep", **event)
         for approach in warned:
             self._warn(trainer, look.step, approach)
         if look.unavailable and not self._told:
             self._told = True
             log.info("DeepProbe: the modules can't be probed: %s.", look.unavailable)
+        return event
 
     @staticmethod
     def _worst_of_ranks(trainer: Trainer, look: _Look, device: torch.device) -> Tensor:

@@ -16,6 +16,8 @@ import torch
 from bundle_world import Net, fit, suite
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
+from lightning_sentinel import DeepProbe
+
 
 class Drift(L.Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -38,7 +40,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     fit(
-        [Drift(), *suite(folder / "ddp", 3)],
+        [Drift(), *suite(folder / "ddp", 3), DeepProbe(every_n_steps=1)],
         devices=2,
         strategy=DDPStrategy(process_group_backend="gloo"),
     )

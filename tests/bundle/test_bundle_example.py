@@ -70,6 +70,7 @@ def test_the_bundle_is_whole_private_and_announced(nan_run: Path) -> None:
     assert sorted(p.name for p in folder.iterdir()) == [
         "incident.json",
         "manifest.json",
+        "probe-00000.json",
         "rank-00000.pt",
         "run.json",
         "weights.pt",
@@ -86,6 +87,8 @@ def test_the_bundle_is_whole_private_and_announced(nan_run: Path) -> None:
     step = next(e for e in events if e["event"] == "step" and e["step"] == 6)
     assert micro["ids"] == step["sample_ids"]
     assert micro["batch"] is None
+    assert list(bundle.probes) == [0]
+    assert (bundle.probes[0]["step"], bundle.probes[0]["incident"]) == (6, 1)
     assert bundle.run["config"]["rebuild"] == "hybrid_lm.rebuild.module_and_data"
     assert [h["step"] for h in bundle.run["history"]] == [0, 1, 2, 3, 4, 5]
 

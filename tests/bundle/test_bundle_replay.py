@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
+import stat
 import subprocess
 import sys
 import time
@@ -388,6 +390,32 @@ def test_shards_of_two_ranks_are_put_together(two_ranks: Path) -> None:
     assert [(r.rank, r.equal, r.outcome) for r in report.ranks] == [(0, True, "reproduced"), (1, True, "reproduced")]
     assert report.reduction is not None
     assert report.reduction["equal"]
+
+
+@pytest.mark.distributed
+def test_each_rank_leaves_its_own_probe_of_the_incidents_step(two_ranks: Path, tmp_path: Path) -> None:
+    for number, step in ((1, 1), (2, 3)):
+        bundle = Bundle.open(two_ranks / "ddp", number)
+        probes = bundle.probes
+        assert list(probes) == [0, 1]
+        assert bundle.probe == probes[0]
+        # Other probes, at every step, came after it.
+        assert [(p["step"], p["reason"], p["incident"]) for p in probes.values()] == [(step, "incident", number)] * 2
+        assert [p["unavailable"] for p in probes.values()] == ["", ""]
+        first, second = (p["modules"]["first"]["input_rms"] for p in probes.values())
+        assert first != second  # each has its own samples
+        files = [two_ranks / "ddp" / "incidents" / f"{number:04d}" / f"probe-{r:05d}.json" for r in (0, 1)]
+        assert [stat.S_IMODE(f.stat().st_mode) for f in files] == [0o600, 0o600]
+    broken = Bundle.open(two_ranks / "ddp", 1).probes
+    assert math.isfinite(broken[0]["modules"]["first"]["input_rms"])
+    assert broken[1]["modules"]["first"]["input_rms"] == "nan"
+    # Where nothing probes, there are none, and one that is damaged is refused by name.
+    assert Bundle.open(two_ranks / "fsdp2", 2).probes == {}
+    shutil.copytree(two_ranks / "ddp" / "incidents", tmp_path / "incidents")
+    file = tmp_path / "incidents" / "0002" / "probe-00001.json"
+    file.write_bytes(file.read_bytes().replace(b'"rank": 1', b'"rank": 0').replace(b'"rank":1', b'"rank":0'))
+    with pytest.raises(BundleError, match=r"probe-00001\.json .*the bundle is damaged and is not used"):
+        Bundle.open(tmp_path, 2)
 
 
 @pytest.mark.distributed
