@@ -128,6 +128,19 @@ class Finding:
         )
 
 
+@dataclass
+class Spent:
+    """What the examinations of one incident have taken of its budget so far, on this rank.
+
+    Attributes:
+        forwards: Forward passes (micro-batches).
+        seconds: Time, by this rank's clock.
+    """
+
+    forwards: int = 0
+    seconds: float = 0.0
+
+
 @dataclass(frozen=True)
 class Experiment:
     """One experiment of the triage: what was done and what came out of it."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .detectors.forecast import ForecastBand
-from .incidents import FindingKind, Incident, IncidentStatus
+from .incidents import FindingKind, Incident, IncidentStatus, Spent
 from .record import SOURCE_TOKENS, StepRecord, weighted_mean
 
 MIN_HISTORY = 8  # losses that a forecast needs at least
@@ -29,6 +29,7 @@ class IncidentWatch:
         case: The ladder that answers it.
         restored: Step of the restore point that the newest rollback went to, or None.
         examined: Kinds of findings that the triage has seen.
+        spent: What the triage has taken of the incident's budget.
         healthy: Losses of the healthy steps since ``last_step``, ``(step, loss over all sources, by source)``.
         before: The same for the steps before the incident.
         told: What was journalled of it last, to tell whether there is news.
@@ -41,6 +42,7 @@ class IncidentWatch:
         self.case = ""
         self.restored: int | None = None
         self.examined: set[FindingKind] = set()
+        self.spent = Spent()
         self.before = [_Point.of(r) for r in history]
         self.healthy: list[_Point] = []
         self.told: object = None
@@ -83,6 +85,7 @@ class IncidentWatch:
             "case": self.case,
             "restored": self.restored,
             "examined": sorted(str(k) for k in self.examined),
+            "spent": vars(self.spent).copy(),
             "before": [p.state() for p in self.before],
             "healthy": [p.state() for p in self.healthy],
         }
@@ -93,6 +96,7 @@ class IncidentWatch:
         watch.answers, watch.examined_answers = state["answers"], state["examined_answers"]
         watch.case, watch.restored = state["case"], state["restored"]
         watch.examined = {FindingKind(k) for k in state["examined"]}
+        watch.spent = Spent(**state.get("spent", {}))  # checkpoints of earlier versions have none
         watch.before = [_Point(*p) for p in state["before"]]
         watch.healthy = [_Point(*p) for p in state["healthy"]]
         return watch

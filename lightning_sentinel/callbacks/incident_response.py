@@ -84,8 +84,9 @@ class IncidentResponse(SentinelCallback):
         lr_steps: Length of that reduction in steps.
         lr_permanent: Keep the reduced rate; this starts a new experiment id in the journal.
         triage: Examine the cause by experiments; without it every verdict rests on the findings alone.
-        max_forwards: Budget of the experiments of one incident, in forward passes.
-        max_seconds: Budget of the experiments of one incident, in seconds.
+        max_forwards: Budget of the experiments of one incident, in forward passes; an incident that is examined again,
+            because an answer did not help, has what is left of it.
+        max_seconds: Budget of the experiments of one incident, in seconds, likewise.
         capture_state: Write the parameters into an incident's bundle, so that its step can be replayed offline: one copy
             of the weights on disk for each incident (no optimizer state), made in host memory at the gate and written
             beside the training.
@@ -396,7 +397,7 @@ class IncidentResponse(SentinelCallback):
             # Before the examination: should that end the run, the bundle is what is left to examine.
             self.bundles.capture(trainer, pl_module, optimizer, incident, record)
         if self._needs_triage(kinds, incident, watch):
-            incident.verdict = self._examine(trainer, pl_module, optimizer, incident, record)
+            incident.verdict = self._examine(trainer, pl_module, optimizer, incident, record, watch)
             watch.examined = {*watch.examined, *kinds}
             watch.examined_answers = watch.answers
         verdict = incident.verdict
@@ -486,6 +487,7 @@ class IncidentResponse(SentinelCallback):
         optimizer: Optimizer,
         incident: Incident,
         record: StepRecord,
+        watch: IncidentWatch,
     ) -> Verdict:
         context = self.context(trainer)
         if not self.triage:
@@ -502,6 +504,7 @@ class IncidentResponse(SentinelCallback):
                     record,
                     max_forwards=self.max_forwards,
                     max_seconds=self.max_seconds,
+                    spent=watch.spent,
                 )
             except Exception as error:  # the examination must never be what ends the run
                 if trainer.world_size > 1:

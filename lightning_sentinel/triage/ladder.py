@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..context import context_of
-from ..incidents import Experiment, Finding, FindingKind, Incident, Verdict, VerdictKind
+from ..incidents import Experiment, Finding, FindingKind, Incident, Spent, Verdict, VerdictKind
 from ..record import StepRecord
 from . import experiments as ex
 from .nonfinite import TraceReport, ids_of, worst_micro_batches
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lightning_sentinel")
 T = TypeVar("T")
+
+BUDGET_SPENT = "not run: budget spent"
 
 HIGH, FINE = 0.5, 0.3  # shares of the jump: at least the one is "high", at most the other is "fine", between is neither
 
@@ -50,12 +52,15 @@ class Ladder:
         record: StepRecord,
         max_forwards: int,
         max_seconds: float,
+        spent: Spent | None = None,
     ) -> None:
         self.trainer, self.module, self.optimizer = trainer, module, optimizer
         self.incident, self.record = incident, record
         self.context, self.peers = context_of(trainer), Peers(trainer)
         self.max_forwards, self.max_seconds = max_forwards, max_seconds
-        self.started, self.forwards = time.perf_counter(), 0
+        # Earlier examinations of this incident count: they had the same budget.
+        self.before = Spent() if spent is None else spent
+        self.started, self.forwards = time.perf_counter() - self.before.seconds, self.before.forwards
         self.experiments: list[Experiment] = []
         self.snapshots = self._common_snapshots()
         known = self._common_findings(incident.findings)
@@ -136,15 +141,20 @@ class Ladder:
             self.trainer, "triage.experiment", incident=self.incident.number, name=name, result=result, detail=detail
         )
 
+    @property
+    def seconds(self) -> float:
+        """What the incident's examinations have taken by this rank's clock, this one included."""
+        return time.perf_counter() - self.started
+
     def affords(self, forwards: int, name: str) -> bool:
         """Whether the budget covers so many more forward passes; all ranks decide alike."""
-        mine = (self.forwards, -self.max_forwards, time.perf_counter() - self.started, -self.max_seconds)
+        mine = (self.forwards, -self.max_forwards, self.seconds, -self.max_seconds)
         spent, least, seconds, shortest = (max(column) for column in zip(*self.peers.gather(mine), strict=True))
         fits = bool(spent + forwards <= -least and seconds < -shortest)
         if not fits:
             self.note(
                 name,
-                "not run: budget spent",
+                BUDGET_SPENT,
                 forwards=self.forwards,
                 max_forwards=self.max_forwards,
                 seconds=round(seconds, 3),

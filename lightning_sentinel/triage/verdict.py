@@ -13,7 +13,7 @@ from collections.abc import Callable
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
-from ..incidents import FindingKind, Incident, Verdict, VerdictKind
+from ..incidents import FindingKind, Incident, Spent, Verdict, VerdictKind
 from ..record import StepRecord
 from .causes.comparisons import Comparisons
 from .causes.data import Data
@@ -22,6 +22,7 @@ from .causes.nonfinite import NonFiniteCause
 from .causes.replayed import Replayed
 from .causes.replicas import Replicas
 from .causes.state import State
+from .ladder import BUDGET_SPENT
 from .nonfinite import NOT_REPRODUCED
 
 NONFINITE = frozenset(
@@ -43,6 +44,7 @@ def investigate(
     *,
     max_forwards: int = 12,
     max_seconds: float = 60.0,
+    spent: Spent | None = None,
 ) -> Verdict:
     """Find the cause of an incident at the gate of its step, before the update.
 
@@ -57,9 +59,15 @@ def investigate(
         record: The current step's record.
         max_forwards: At most so many forward passes (micro-batches) on each rank; 0 allows none.
         max_seconds: No further experiment starts after so many seconds, by the slowest rank's clock.
+        spent: What earlier examinations of this incident have taken of both; this one's part is added, whatever becomes
+            of it.
     """
-    case = Investigation(trainer, module, optimizer, incident, record, max_forwards, max_seconds)
-    return case.run()
+    case = Investigation(trainer, module, optimizer, incident, record, max_forwards, max_seconds, spent)
+    try:
+        return case.run()
+    finally:
+        if spent is not None:
+            spent.forwards, spent.seconds = case.forwards, case.seconds
 
 
 class Investigation(Known, State, NonFiniteCause, Replicas, Replayed, Data, Comparisons):
@@ -88,9 +96,36 @@ class Investigation(Known, State, NonFiniteCause, Replicas, Replayed, Data, Comp
                 break
         if verdict is None:
             verdict = self.verdict(VerdictKind.UNDETERMINED, (), "No experiment convicted anybody.")
-        evidence = {**verdict.evidence, "comparisons": self.comparisons(), "forwards": self.forwards}
+        verdict = self._with_budget(verdict)
+        forwards = self.forwards - self.before.forwards
+        evidence = {**verdict.evidence, "comparisons": self.comparisons(), "forwards": forwards}
         verdict = dataclasses.replace(verdict, experiments=tuple(self.experiments), evidence=evidence)
         return self.peers.from_first(verdict)
+
+    def _with_budget(self, verdict: Verdict) -> Verdict:
+        """The verdict says what it lacks where the incident's budget did not cover an experiment.
+
+        A culprit that an earlier examination has named stands where this one could not look. Samples do not: those of
+        this step are others.
+        """
+        missing = list(dict.fromkeys(e.name for e in self.experiments if e.result == BUDGET_SPENT))
+        if not missing:
+            return verdict
+        standing = self.incident.verdict
+        if verdict.kind is VerdictKind.UNDETERMINED and standing.culprits and standing.kind is not VerdictKind.DATA:
+            said = standing.evidence.get("stands", standing.sentence)
+            verdict = dataclasses.replace(
+                standing,
+                sentence=f"As found before: {said}",
+                since_step=verdict.since_step,
+                sample_ids=(),
+                evidence={**verdict.evidence, "stands": said},
+            )
+        sentence = (
+            f"{verdict.sentence} The budget of this incident is spent ({self.forwards} of {self.max_forwards} forward"
+            f" passes, {self.seconds:.1f} of {self.max_seconds:g} s), not run: {', '.join(missing)}."
+        )
+        return dataclasses.replace(verdict, sentence=sentence)
 
 
 __all__ = ["NOT_REPRODUCED", "Investigation", "investigate"]

@@ -350,12 +350,16 @@ def test_restore_optimizer_takes_moments_back_and_leaves_weights_and_rate() -> N
 def test_state_survives_in_the_middle_of_an_incident() -> None:
     response = IncidentResponse(mode="recover", probation_steps=8)
     callbacks = [NonFiniteTracer(), RankTelemetry(), response, Rollback(every_n_steps=5, keep=3)]
-    fit(net(gains={30: NAN}), callbacks, max_steps=33)
+    trainer, _ = fit(net(gains={30: NAN}), callbacks, max_steps=33)
     state = response.state_dict()
     other = IncidentResponse(mode="recover", probation_steps=8)
     other.load_state_dict(state)
     assert other.state_dict() == state
     assert list(other._watched) == [1]
+    spent = response._watched[1].spent
+    assert spent.forwards == context_of(trainer).incidents[0].verdict.evidence["forwards"] > 0
+    assert spent.seconds > 0.0
+    assert other._watched[1].spent == spent
 
 
 def test_an_open_incident_is_closed_after_lightning_has_resumed(tmp_path: Path) -> None:

@@ -254,3 +254,20 @@ def test_when_the_budget_is_spent_the_run_stops_with_the_history_in_its_last_wor
     assert places == sorted(places)
     assert words.endswith("Exit code 77.")
     assert all(torch.isfinite(w).all() for w in run.weights.values())
+
+
+def test_the_examinations_of_one_incident_share_its_budget() -> None:
+    run = go("exploding_residual", steps=80, max_forwards=10)
+    (incident,) = run.incidents
+    verdicts = [e["verdict"] for e in run.sink.named("triage.verdict")]
+    spent = [v["evidence"]["forwards"] for v in verdicts]
+    assert len(spent) >= 5  # each answer that did not help had it examined again
+    assert spent[:3] == [3, 3, 3]
+    assert sum(spent) <= 10
+    said = f"The budget of this incident is spent ({sum(spent)} of 10 forward passes"
+    assert [said in v["sentence"] for v in (verdicts[0], verdicts[-1])] == [False, True]
+    assert any(e["result"] == "not run: budget spent" for e in verdicts[-1]["experiments"])
+    assert verdicts[-1]["culprits"] == verdicts[0]["culprits"] == ("module:model.layers.1.mixer",)
+    assert verdicts[-1]["sentence"].startswith(f"As found before: {verdicts[-1]['evidence']['stands']} The budget")
+    assert verdicts[-1]["sentence"].count("The budget of this incident") == 1
+    assert incident.actions[-1]["action"] == "stop"
