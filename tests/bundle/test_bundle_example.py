@@ -141,10 +141,15 @@ def test_a_replay_says_how_far_it_is(
 
 
 def test_without_the_injected_fault_the_same_step_is_finite(nan_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, report = replayed(capsys, nan_run, "--no-faults")
+    code, report = replayed(capsys, nan_run, "--no-faults", "--dtype", "float64", "--device", "cpu")
     (row,) = report["ranks"]
     assert (code, row["outcome"]) == (1, "not reproduced")
-    assert math.isfinite(row["computed"][0]["losses"][0])
+    # A finite step is computed in float64 because it was asked for: the same loss, with other last digits.
+    run, wide = row["computed"]
+    assert [(c["dtype"], c["finite"]) for c in (run, wide)] == [("as in the run", True), ("float64", True)]
+    assert math.isfinite(run["losses"][0])
+    assert wide["losses"] == pytest.approx(run["losses"], rel=1e-4)
+    assert wide["losses"] != run["losses"]
     assert "nothing in weights, data or random state explains it" in report["sentence"]
 
 
