@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from hybrid_lm.module import IGNORED, AdamWCosine
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
+from lightning_sentinel import ForensicCheckpoint, RankTelemetry
 from lightning_sentinel.data.mixture import MixtureLoader
 
 from .fault import ALL, AT, SECOND, Case, become, on_output
@@ -517,6 +519,43 @@ class NegativeMoments(Case):
             state["exp_avg_sq"].view(-1)[::5].neg_()
 
 
+class SchedulerReset(Case):
+    """The run is resumed from its checkpoint, and the schedule begins anew: a restart that never loads it."""
+
+    kind, culprits = "optimization", ("scheduler",)
+
+    def world(self) -> World:
+        self.folder = tempfile.TemporaryDirectory()
+        first = L.Trainer(
+            max_steps=self.at,
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[RankTelemetry(), ForensicCheckpoint(every_n_steps=self.at, run_dir=self.folder.name)],
+            gradient_clip_val=1.0,
+        )
+        first.fit(super().world(), self.loader())
+        return super().world()
+
+    def suite(self, callbacks: Sequence[L.Callback]) -> list[L.Callback]:
+        # The checkpoint is as old as the run was: still on probation.
+        resumed = ForensicCheckpoint(every_n_steps=0, run_dir=self.folder.name, resume="latest")
+        return [*callbacks, resumed]
+
+    def strike(self, trainer: Any, world: World, batch: Any) -> None:
+        (live,) = (config.scheduler for config in trainer.lr_scheduler_configs)
+        fresh = world.configure_optimizers()
+        live.load_state_dict(fresh["lr_scheduler"]["scheduler"].state_dict())
+        for group, new in zip(live.optimizer.param_groups, fresh["optimizer"].param_groups, strict=True):
+            group["lr"] = new["lr"]
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.folder.cleanup()
+
+
 class NoWarmup(Case):
     """Trained weights, fresh moments, and the full rate at once after a few steps; the rate is what the schedule says."""
 
@@ -802,6 +841,7 @@ FAULTS: Mapping[str, type[Case]] = {
         LearningRateSpike,
         OptimizerCorruption,
         NegativeMoments,
+        SchedulerReset,
         NoWarmup,
         QuietGradients,
         WeightBitFlip,

@@ -10,6 +10,8 @@ from triage_matrix.faults import FAULTS, plan
 from triage_matrix.ranks import run_together
 from triage_matrix.run import grade, run_case
 
+from lightning_sentinel.faults import CATALOGUE
+
 SEED = 0
 OF_A_RANK = ("bad_rank", "flaky_rank", "scaled_rank", "stale_rank", "transient_garbage", "reduction_overflow")
 
@@ -21,6 +23,15 @@ def third_party_warnings() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's about a short run without workers, and the replay's about itself
         yield
+
+
+# What can be injected, where its case here has another name.
+CASE_OF = {"nan_backward": "kernel_nan_backward", "lr_spike": "learning_rate_spike"}
+
+
+def test_every_fault_that_can_be_injected_has_its_case() -> None:
+    assert set(CASE_OF) <= set(CATALOGUE)
+    assert {CASE_OF.get(name, name) for name in CATALOGUE} - set(FAULTS) == set()
 
 
 def test_the_matrix_is_large_enough() -> None:
