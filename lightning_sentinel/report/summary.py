@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from ..data.quarantine import FILE_NAME, read_ledger
 from ..incidents import Action
 from ..journal import number
 from .data import RunData, Steps, load_run
@@ -292,21 +293,28 @@ def checkpoint_rows(run: RunData) -> list[dict[str, Any]]:
 
 
 def quarantine_rows(run: RunData) -> list[dict[str, Any]]:
-    """The ledger: each name, since when, why, and whether it is still out."""
+    """Each name that was ever quarantined, since when, why, and whether it is still out.
+
+    The journal knows what the run itself decided; the run folder's ledger also what was added and taken back by hand (there
+    ``step`` is None), so where both know a name the ledger counts. A name that only the journal has, because the ledger
+    could not be written, is out.
+    """
     rows: dict[str, dict[str, Any]] = {}
-    for event in run.of("quarantine."):
-        added = event["event"] == "quarantine.added"
+    for event in run.of("quarantine.added"):
         for name in event.get("names") or ():
-            if added:
-                rows[name] = {
-                    "name": name,
-                    "step": event["step"],
-                    "incident": event.get("incident"),
-                    "reason": event.get("reason", ""),
-                    "active": True,
-                }
-            elif name in rows:
-                rows[name] |= {"active": False, "revert_reason": event.get("reason", "")}
+            rows[name] = {
+                "name": name,
+                "step": event["step"],
+                "incident": event.get("incident"),
+                "reason": event.get("reason", ""),
+                "active": True,
+            }
+    for entry in () if run.run_dir is None else read_ledger(Path(run.run_dir) / FILE_NAME)[0]:
+        if entry.event == "added":
+            told = {"step": entry.step, "incident": entry.incident, "reason": entry.reason, "active": True}
+            rows[entry.name] = {"name": entry.name, **told}
+        elif entry.name in rows:
+            rows[entry.name] |= {"active": False, "revert_reason": entry.reason}
     return list(rows.values())
 
 

@@ -240,6 +240,42 @@ def test_the_ledger_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "sample:" in capsys.readouterr().err
 
 
+def test_the_report_tells_what_was_quarantined_and_taken_back_by_hand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = MadeRun(tmp_path)
+    run.begin()
+    run.run(20)
+    run.write("quarantine.added", step=9, names=["sample:prose/9"], incident=1, reason="data/samples")
+    run.end()
+    by_run = {"name": "sample:prose/9", "step": 9, "incident": 1, "reason": "data/samples", "active": True}
+    by_hand = {"name": "sample:by-hand/1", "step": None, "incident": None, "reason": "a table", "active": True}
+
+    def reported() -> tuple[object, object]:
+        capsys.readouterr()
+        assert main(["report", str(tmp_path), "--json"]) == 0
+        summary = json.loads(capsys.readouterr().out)
+        return summary["quarantined"], summary["next_action"]
+
+    assert reported() == ([by_run], "Review 1 quarantined name; training needs nothing.")
+    assert main(["quarantine", "add", str(tmp_path), "sample:by-hand/1", "--reason", "a table"]) == 0
+    assert reported() == ([by_run, by_hand], "Review 2 quarantined names; training needs nothing.")
+    page = (tmp_path / "report.html").read_text()
+    assert '<code>sample:by-hand/1</code></td><td class="n">by hand</td>' in page
+    assert main(["quarantine", "revert", str(tmp_path), "sample:by-hand/1", "--reason", "harmless"]) == 0
+    taken_back = by_hand | {"active": False, "revert_reason": "harmless"}
+    assert reported() == ([by_run, taken_back], "Review 1 quarantined name; training needs nothing.")
+    assert "<td>reverted: harmless</td>" in (tmp_path / "report.html").read_text()
+    # The ledger of a run holds what the run itself quarantined too; its word counts.
+    with (tmp_path / "quarantine.jsonl").open("a") as ledger:
+        for event, step, reason in (("added", 9, "data/samples"), ("reverted", None, "read: fine")):
+            entry = {"schema": 1, "event": event, "name": "sample:prose/9", "time": 0.0, "step": step, "reason": reason}
+            ledger.write(json.dumps(entry | {"incident": 1 if step else None, "policy": ""}) + "\n")
+    assert reported() == ([by_run | {"active": False, "revert_reason": "read: fine"}, taken_back], "Nothing.")
+    assert main(["quarantine", "add", str(tmp_path), "sample:by-hand/1", "--reason", "a table"]) == 0
+    assert reported()[1] == "Review 1 quarantined name; training needs nothing."
+
+
 def save(store: CheckpointStore, step: int) -> Path:
     """A checkpoint of one rank with a few bytes in each file."""
     pending = store.begin(step)
