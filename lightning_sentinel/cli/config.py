@@ -12,11 +12,13 @@ from typing import Any
 from ..limits import CHOICES, limits_of
 from .common import OK, Commands, add_command, print_json
 
+CODES = "Exit codes: 0 printed, 2 wrong usage or no such callback, 130 interrupted."
+
 
 def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     """Add the command."""
     words = "print every option with its path in the YAML, default, type, unit, bound and meaning"
-    parser = add_command(commands, "config", run, words, "config spike_detector")
+    parser = add_command(commands, "config", run, words, "config spike_detector", exit_codes=CODES)
     parser.add_argument(
         "callback", nargs="?", metavar="CALLBACK", help="only this one, by its name in the configuration"
     )

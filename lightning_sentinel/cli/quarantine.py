@@ -8,6 +8,9 @@ from typing import Any
 
 from .common import OK, Commands, add_command, print_json
 
+LIST_CODES = "Exit codes: 0 listed, 2 wrong usage or no run folder, 130 interrupted."
+CHANGE_CODES = "Exit codes: 0 the ledger says so now, 2 nothing was changed, with a reason, 130 interrupted."
+
 
 def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     """Add the command and its own three."""
@@ -15,14 +18,15 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     group = commands.add_parser("quarantine", help=words, description=f"{words[0].upper()}{words[1:]}.")
     sub = group.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    listing = add_command(sub, "list", run_list, "list who is quarantined and why", "quarantine list runs/a")
+    what = "list who is quarantined and why"
+    listing = add_command(sub, "list", run_list, what, "quarantine list runs/a", exit_codes=LIST_CODES)
     listing.add_argument("run", type=Path, metavar="RUN", help="the run folder")
     for name, run, what in (
         ("add", run_add, "quarantine samples or sources, from the next start on"),
         ("revert", run_revert, "let samples or sources be drawn again, from the next start on"),
     ):
         example = f"quarantine {name} runs/a sample:prose/3fa9/4096 --reason 'a table of numbers'"
-        parser = add_command(sub, name, run, what, example)
+        parser = add_command(sub, name, run, what, example, exit_codes=CHANGE_CODES)
         parser.add_argument("run", type=Path, metavar="RUN", help="the run folder")
         parser.add_argument("names", nargs="+", metavar="NAME", help="sample:<id> or source:<name>")
         parser.add_argument("--reason", required=True, help="a sentence; the ledger keeps it")
@@ -33,6 +37,9 @@ def _ledger(run: Path) -> Any:
 
     if not run.is_dir():
         raise FileNotFoundError(f"{run} is not a folder. Give the run folder.")
+    # A ledger written elsewhere would never be read.
+    if not ((run / "journal").is_dir() or (run / FILE_NAME).is_file()):
+        raise FileNotFoundError(f"{run} is no run folder: it holds neither journal/ nor {FILE_NAME}. Give the run folder.")
     return QuarantineLedger(run / FILE_NAME)
 
 

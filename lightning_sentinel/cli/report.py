@@ -11,10 +11,17 @@ from typing import Any
 from ..progress import Progress
 from .common import OK, USAGE, Commands, add_command, print_json, require_events
 
+# Whether the run needs a person is what the report is read for, not whether it could be made.
+CODES = (
+    "Exit codes: 0 made, whatever it tells (--json: status, open_incidents, next_action), 2 wrong usage, unreadable input or"
+    " a folder that cannot be written to, 130 interrupted."
+)
+
 
 def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     """Add the command."""
-    parser = add_command(commands, "report", run, "remake summary, picture and page of a run", "report runs/a")
+    words = "remake summary, picture and page of a run"
+    parser = add_command(commands, "report", run, words, "report runs/a", exit_codes=CODES)
     parser.add_argument("run", type=Path, metavar="RUN", help="the run folder")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write there instead of into the run folder")
     parser.add_argument("--quiet", action="store_true", help="print errors only")

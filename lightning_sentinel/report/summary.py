@@ -296,8 +296,7 @@ def quarantine_rows(run: RunData) -> list[dict[str, Any]]:
     """Each name that was ever quarantined, since when, why, and whether it is still out.
 
     The journal knows what the run itself decided; the run folder's ledger also what was added and taken back by hand (there
-    ``step`` is None), so where both know a name the ledger counts. A name that only the journal has, because the ledger
-    could not be written, is out.
+    ``step`` is None), so where both know a name the ledger counts.
     """
     rows: dict[str, dict[str, Any]] = {}
     for event in run.of("quarantine.added"):

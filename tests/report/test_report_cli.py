@@ -51,6 +51,7 @@ def test_report_remakes_everything(parade_dir: Path, tmp_path: Path, capsys: pyt
 
 
 def test_errors_are_one_line_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run" / "journal").mkdir(parents=True)
     for arguments, said in {
         ("report", f"{tmp_path}/none"): (
             f"lightning-sentinel: No journal in {tmp_path}/none: expected {tmp_path}/none/journal/rank-00000.jsonl."
@@ -69,13 +70,22 @@ def test_errors_are_one_line_with_what_to_do(tmp_path: Path, capsys: pytest.Capt
         ("quarantine", "list", f"{tmp_path}/none"): (
             f"lightning-sentinel: {tmp_path}/none is not a folder. Give the run folder."
         ),
-        ("quarantine", "revert", str(tmp_path), "sample:a", "--reason", "why"): (
+        ("quarantine", "list", f"{tmp_path}"): (
+            f"lightning-sentinel: {tmp_path} is no run folder: it holds neither journal/ nor quarantine.jsonl. Give the run"
+            " folder."
+        ),
+        ("quarantine", "add", f"{tmp_path}", "sample:a", "--reason", "why"): (
+            f"lightning-sentinel: {tmp_path} is no run folder: it holds neither journal/ nor quarantine.jsonl. Give the run"
+            " folder."
+        ),
+        ("quarantine", "revert", f"{tmp_path}/run", "sample:a", "--reason", "why"): (
             "lightning-sentinel: sample:a is not quarantined. See `lightning-sentinel quarantine list "
-            + f"{tmp_path}`."
+            + f"{tmp_path}/run`."
         ),
     }.items():
         assert main(arguments) == 2
         assert capsys.readouterr().err == said + "\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]  # no ledger where no run is
 
 
 def test_a_place_that_cannot_be_written_to_is_an_error(
@@ -104,6 +114,21 @@ def test_every_command_has_help_with_an_example(command: str, capsys: pytest.Cap
     assert f"example:\n  lightning-sentinel {command}" in out
     assert "--json" in out
     assert "\nExit codes: 0 " in out
+
+
+def test_a_report_of_a_run_that_needs_a_person_is_made_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As its help and the page say: 0 is the report's, `watch` has an exit code for the run's end."""
+    fp16_run(tmp_path)
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["status"] == "failed"
+    assert main(["watch", str(tmp_path), "--once", "--json"]) == 1
+    for command in ("report", "quarantine list", "quarantine add", "quarantine revert", "config"):
+        with pytest.raises(SystemExit):
+            main([*command.split(), "--help"])
+        codes = capsys.readouterr().out.partition("\nExit codes: ")[2]
+        assert (codes[:2], " 1 " in codes) == ("0 ", False)
 
 
 def test_only_commands_that_exist_are_offered(capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,6 +246,7 @@ def test_lines_are_short_and_say_what_matters() -> None:
 
 def test_the_ledger_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(tmp_path)
+    (tmp_path / "journal").mkdir()
     assert main(["quarantine", "add", run, "sample:a", "source:code", "--reason", "a table"]) == 0
     assert capsys.readouterr().out == "quarantined: sample:a, source:code\n"
     assert main(["quarantine", "add", run, "sample:a", "--reason", "again"]) == 0
