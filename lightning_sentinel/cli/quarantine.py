@@ -39,7 +39,9 @@ def _ledger(run: Path) -> Any:
         raise FileNotFoundError(f"{run} is not a folder. Give the run folder.")
     # A ledger written elsewhere would never be read.
     if not ((run / "journal").is_dir() or (run / FILE_NAME).is_file()):
-        raise FileNotFoundError(f"{run} is no run folder: it holds neither journal/ nor {FILE_NAME}. Give the run folder.")
+        raise FileNotFoundError(
+            f"{run} is no run folder: it holds neither journal/ nor {FILE_NAME}. Give the run folder."
+        )
     return QuarantineLedger(run / FILE_NAME)
 
 
