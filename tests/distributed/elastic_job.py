@@ -80,8 +80,8 @@ class Found:
     """What the journals of two runs say about each other; ``problems`` is empty where nothing is lost or repeated unseen."""
 
     problems: list[str] = field(default_factory=list)
-    resumed: list[dict[str, Any]] = field(default_factory=list)
-    repeated_steps: int = 0
+    resumed: list[dict[str, Any]] = field(default_factory=list)  # rank 0's lines
+    repeated_steps: int = 0  # over all ranks
 
 
 def read(run_dir: Path, rank: int) -> list[dict[str, Any]]:
@@ -95,15 +95,53 @@ def read(run_dir: Path, rank: int) -> list[dict[str, Any]]:
     return events
 
 
+def kills_done(killed: Path) -> list[dict[str, Any]]:
+    """What the victims left behind just before their ends, by attempt."""
+    markers = sorted(killed.glob("killed-*"), key=lambda path: int(path.name.split("-")[1]))
+    return [json.loads(marker.read_text()) | {"attempt": int(marker.name.split("-")[1])} for marker in markers]
+
+
+def unlike_the_plan(killed: Path, plan: Sequence[dict[str, Any]]) -> list[str]:
+    """Kills that did not take place as planned, and restarts that did not follow one each or did not resume.
+
+    An attempt that fails by itself, in which nobody could be killed, shows as a kill that is missing. A restart begins anew
+    only while no checkpoint has been saved.
+    """
+    problems = []
+    done = {kill.pop("attempt"): kill for kill in kills_done(killed)}
+    for attempt in sorted({*range(len(plan)), *done}):
+        wanted = plan[attempt] if attempt < len(plan) else None
+        if done.get(attempt) != wanted:
+            problems.append(f"attempt {attempt}: {done.get(attempt, 'nobody')} was killed, {wanted} was planned")
+    restarts, started, resumed, saved = list[int](), 0, 0, False
+    for event in read(killed, 0):
+        if event["event"] == "infra.event" and event["kind"] == "restart":
+            restarts.append(int(event["text"].split("number ")[1].split()[0]))
+        elif event["event"] == "run.started":
+            started, resumed = started + 1, resumed + saved  # from now on a start must resume
+        elif event["event"] == "run.resumed":
+            resumed -= saved
+        elif event["event"] == "checkpoint.saved":
+            saved = True
+    if restarts != list(range(1, len(plan) + 1)):
+        problems.append(f"restarts {restarts} are on rank 0's journal, {len(plan)} were planned")
+    if resumed:
+        problems.append(f"{resumed} of {started} starts did not resume although a checkpoint had been saved")
+    return problems
+
+
 def compare(calm: Path, killed: Path, ranks: int, steps: int) -> Found:
-    """Every rank's path through the killed run against the calm one: samples, losses bit for bit, weights; and its seams."""
+    """Every rank's path through the killed run against the calm one: samples, losses bit for bit, weights; and its seams.
+
+    A step that a rank trained again is held against the first time as well: the same samples, the same loss to the bit.
+    """
     found = Found()
     for rank in range(ranks):
         expected, _, _ = _path(read(calm, rank), found.problems, f"calm rank {rank}")
         live, resumed, repeated = _path(read(killed, rank), found.problems, f"rank {rank}")
         if rank == 0:
             found.resumed = resumed
-            found.repeated_steps = repeated
+        found.repeated_steps += repeated
         if sorted(live) != list(range(steps)):
             missing = sorted(set(range(steps)) - set(live))
             found.problems.append(f"rank {rank}: steps {missing} are on no path")
@@ -131,6 +169,7 @@ def _path(
     """Steps on the path to the newest weights, each going back checked against the line that announces it."""
     live: dict[int, tuple[Any, ...]] = {}
     seen: set[tuple[int, int]] = set()
+    first: dict[int, tuple[Any, ...]] = {}  # samples and loss of a step's first time
     resumed, repeated = [], 0
     told: int | None = None  # where the newest line about going back says that training goes on
     for event in events:
@@ -151,9 +190,13 @@ def _path(
                     problems.append(f"{who}: step {step} is repeated and no line says so")
                 # only now: a rollback that a kill cut short has abandoned nothing
                 live = {s: row for s, row in live.items() if s < step}
-            if any(s == step for _, s in seen):
+            row = (tuple(event["sample_ids"]), event["loss_bits"], event["epoch"], event["batch_idx"])
+            if step in first:
                 repeated += 1
+                if row[:2] != first[step]:
+                    problems.append(f"{who}: step {step} is repeated as {row[:2]}, it was {first[step]}")
+            first.setdefault(step, row[:2])
             seen.add(key)
             told = None
-            live[step] = (tuple(event["sample_ids"]), event["loss_bits"], event["epoch"], event["batch_idx"])
+            live[step] = row
     return live, resumed, repeated

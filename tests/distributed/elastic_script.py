@@ -74,16 +74,21 @@ class Net(L.LightningModule):
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9), "interval": "step"}]
 
 
-def die() -> None:
-    sys.stdout.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 class Killer(L.Callback):
-    """Ends this process in the middle of what the plan names, at the first chance from ``step`` on."""
+    """Ends this process in the middle of what the plan names, at the first chance from the plan's step on.
 
-    def __init__(self, where: str, step: int, after: Path | None = None) -> None:
-        self.where, self.step, self.after, self.armed = where, step, after, False
+    Just before, it leaves the plan's entry as ``killed-<attempt>`` in the run folder: what shows that the kill took place.
+    """
+
+    def __init__(self, plan: dict[str, Any], folder: Path, attempt: int) -> None:
+        self.where, self.step, self.armed = plan["where"], plan["step"], False
+        self.after = folder / "checkpoints" / plan["after"] if "after" in plan else None
+        self.marker, self.entry = folder / f"killed-{attempt}", json.dumps(plan)
+
+    def die(self) -> None:
+        self.marker.write_text(self.entry)
+        sys.stdout.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self.armed or trainer.global_step < self.step:
@@ -93,17 +98,17 @@ class Killer(L.Callback):
         while self.after is not None and not is_known_good(self.after) and time.monotonic() < end:
             time.sleep(0.02)
         if self.where == "step":
-            die()
+            self.die()
         elif self.where == "gather":  # the others are in it already, or will wait in it
-            rank_telemetry.gather_flat = lambda *_: die()
+            rank_telemetry.gather_flat = lambda *_: self.die()
         elif self.where == "backward":
-            next(iter(pl_module.parameters())).register_hook(lambda _: die())
+            next(iter(pl_module.parameters())).register_hook(lambda _: self.die())
         elif self.where == "checkpoint":
-            _after(Disk, "write", 2)
+            _after(Disk, "write", 2, self.die)
         elif self.where == "publish":
-            _after(Disk, "rename", 1)
+            _after(Disk, "rename", 1, self.die)
         elif self.where == "rollback":
-            _after(snapshots, "restore_cursor", 1)
+            _after(snapshots, "restore_cursor", 1, self.die)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         assert not self.armed or self.where in ("checkpoint", "publish", "rollback")
@@ -115,7 +120,7 @@ def is_known_good(checkpoint: Path) -> bool:
     return status.exists() and json.loads(status.read_text())["status"] == "known_good"
 
 
-def _after(owner: Any, name: str, calls: int) -> None:
+def _after(owner: Any, name: str, calls: int, die: Callable[[], None]) -> None:
     """Die right after the ``calls``-th call of ``owner.name``."""
     original: Callable[..., Any] = getattr(owner, name)
     count = 0
@@ -215,8 +220,7 @@ def main() -> None:
         mine.append(GoesBack(arguments.rollback_every))
     kill = arguments.kills[attempt] if attempt < len(arguments.kills) else None
     if kill is not None and kill["rank"] == rank:
-        after = arguments.folder / "checkpoints" / kill["after"] if "after" in kill else None
-        mine.append(Killer(kill["where"], kill["step"], after))
+        mine.append(Killer(kill, arguments.folder, attempt))
     if arguments.hang >= 0 and rank == 1:
         mine.append(Hang(arguments.hang))
     if attempt == 0 and str(rank) in (arguments.terminate or {}):
