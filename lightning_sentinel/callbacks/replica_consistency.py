@@ -355,7 +355,7 @@ class ReplicaConsistency(SentinelCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.equal_step, self._differ = state_dict["equal_step"], state_dict["differ"]
-        self._parted_step = state_dict.get("parted_step")  # absent before 0.2
+        self._parted_step = state_dict.get("parted_step")  # states from before this was kept have none
         self.local_buffers = set(state_dict["local_buffers"])
         self._forget()
 

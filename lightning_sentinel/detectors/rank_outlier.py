@@ -367,7 +367,7 @@ class RankOutlier:
         # states from before this was kept have none
         self._ratios = np.array(state.get("ratios", np.zeros((3, len(self._offset)))), dtype=np.float64)
         self._slow = np.array(state["slow"], dtype=np.float64)
-        self._held = np.array(state.get("held", np.zeros(len(self._slow))), dtype=np.float64)  # absent before 0.2
+        self._held = np.array(state.get("held", np.zeros(len(self._slow))), dtype=np.float64)  # likewise
         self._slow_named = set(state["slow_named"])
 
 
