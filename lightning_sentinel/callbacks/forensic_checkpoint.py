@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 from ..checkpoint import contents
 from ..checkpoint.choosing import choose, next_attempt
@@ -87,7 +88,8 @@ class ForensicCheckpoint(SentinelCallback):
             known-good; a newer one that a healthy run saved on SIGTERM is taken once, and its probation goes on;
             ``latest``: from the newest that verifies and is not poisoned; a path: from that one; None: never.
             A Trainer that has trained already, or ``fit(ckpt_path=...)``, is left alone.
-        write_lightning_ckpt: Also write an ordinary ``lightning.ckpt`` into each checkpoint.
+        write_lightning_ckpt: Also write an ordinary ``lightning.ckpt`` into each checkpoint. Where the strategy's own is no
+            single file (``ModelParallelStrategy`` without ``save_distributed_checkpoint=False``) it is left out, and said so.
         save_on_exception: Leave a dump of the state in ``checkpoints/exception-rank-00000/`` when training raises.
         config: The run's resolved configuration, to be kept in the checkpoint with secrets redacted.
         run_dir: Run folder; by default that of ``RunJournal``, or ``<trainer.default_root_dir>/sentinel`` without one.
@@ -129,7 +131,7 @@ class ForensicCheckpoint(SentinelCallback):
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         self._fit.ckpt_path = trainer.ckpt_path
-        plan = Plan(self.keep, self.keep_every_tokens, self.write_lightning_ckpt, self.config)
+        plan = Plan(self.keep, self.keep_every_tokens, self._writes_lightning(trainer), self.config)
         store = CheckpointStore(self._checkpoints_dir(trainer))
         self._fit.keeper = keeper = Keeper(store, plan, self.probation_steps)
         if trainer.is_global_zero:
@@ -410,6 +412,21 @@ class ForensicCheckpoint(SentinelCallback):
     def _checkpoints_dir(self, trainer: Trainer) -> Path:
         run_dir = self.run_dir or self.context(trainer).run_dir or Path(trainer.default_root_dir) / "sentinel"
         return Path(run_dir) / "checkpoints"
+
+    def _writes_lightning(self, trainer: Trainer) -> bool:
+        if not self.write_lightning_ckpt or private.saves_one_file(trainer):
+            return self.write_lightning_ckpt
+        if trainer.is_global_zero:
+            distributed = isinstance(trainer.strategy, ModelParallelStrategy)
+            hint = " (set save_distributed_checkpoint=False for one)" if distributed else ""
+            log.warning(
+                "ForensicCheckpoint(write_lightning_ckpt=True): checkpoints are saved without %s, because the checkpoint of"
+                " %s is no single file%s; ModelCheckpoint writes it beside the suite's.",
+                contents.LIGHTNING,
+                type(trainer.strategy).__name__,
+                hint,
+            )
+        return False
 
     @property
     def _keeper(self) -> Keeper:

@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from ..state import lightning_private as private
 from ..state.tree import HostCopies
 from .atomic import FileEntry, replace_file
-from .contents import LIGHTNING, Contents
+from .contents import Contents
 from .manifest import Status, rank_file
 from .store import HANDOVER, Checkpoint, CheckpointError, CheckpointStore, PendingCheckpoint, checkpoint_name
 
@@ -166,13 +166,8 @@ def publish_dump(store: CheckpointStore, part: Contents, exception: BaseExceptio
 def lightning_checkpoint(trainer: Trainer, old: dict[str, Any] | None) -> dict[str, Any] | None:
     """Lightning's own checkpoint in host memory, for rank 0 to write; None on the other ranks. Call it on every rank.
 
-    Raises:
-        CheckpointError: The strategy's checkpoint is not one file.
+    Only for strategies whose checkpoint is one file (``private.saves_one_file``).
     """
-    if not private.saves_one_file(trainer):
-        raise CheckpointError(
-            f"{type(trainer.strategy).__name__} does not write {LIGHTNING} as one file; set write_lightning_ckpt=False"
-        )
     live = private.dump_checkpoint(trainer)
     if not trainer.is_global_zero:
         return None

@@ -259,6 +259,15 @@ def run(way: str) -> dict[str, Any]:
     }
 
 
+class Said(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.words: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.words.append(record.getMessage())
+
+
 class Stop(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
         if trainer.global_step == AGAIN:
@@ -287,7 +296,7 @@ def resume(way: str, folder: Path) -> dict[str, Any]:
     def part(*extra: L.Callback, ckpt_path: Path | None = None) -> L.Trainer:
         L.seed_everything(0, verbose=False)
         saver = ForensicCheckpoint(
-            5, probation_steps=2, save_on_exception=False, write_lightning_ckpt=way == "fsdp2_full"
+            5, probation_steps=2, save_on_exception=False, write_lightning_ckpt=way.startswith("fsdp2")
         )
         journal = RunJournal(run_dir if ckpt_path is None else folder / f"plain-{way}", report=False)
         trainer = L.Trainer(
@@ -310,8 +319,11 @@ def resume(way: str, folder: Path) -> dict[str, Any]:
         )
         return trainer
 
+    said = Said()
+    logging.getLogger("lightning_sentinel").addHandler(said)
     with contextlib.suppress(InterruptedError):
         part(Stop())
+    logging.getLogger("lightning_sentinel").removeHandler(said)
     store = CheckpointStore(run_dir / "checkpoints")
     trainer = part(FarBack(), Rollback(every_n_steps=2, keep=2))
     events = list(iter_events(run_dir, rank=trainer.global_rank))
@@ -322,6 +334,8 @@ def resume(way: str, folder: Path) -> dict[str, Any]:
         "back": [(e["to_step"], e.get("checkpoint")) for e in events if e["event"] == "action.rollback"],
         "bad": [e["event"] for e in events if e["event"] in ("checkpoint.failed", "checkpoint.refused")],
         "verified": [store.verify(path) for path in store.paths()],
+        "without_file": [words for words in said.words if "lightning.ckpt" in words],
+        "files": sorted(path.name for path in store.paths()[0].glob("*.ckpt")),
         "parts": [list(local(p).shape) for p in trainer.lightning_module.parameters()],
     }
     if (

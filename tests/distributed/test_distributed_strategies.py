@@ -143,3 +143,17 @@ def test_lightnings_own_file_of_whole_weights_lies_beside_and_is_complete(result
     for result in results["fsdp2_full"]:
         equal = result["resume"]["by_lightning"]
         assert (len(equal), all(equal)) == (4 * 7, True)  # each parameter with two moments and a count
+        assert result["resume"]["files"] == ["lightning.ckpt"]
+        assert result["resume"]["without_file"] == []
+
+
+@pytest.mark.distributed
+def test_where_lightnings_checkpoint_is_no_file_the_suites_own_is_saved_without_it(results: Results) -> None:
+    """``write_lightning_ckpt=True`` under FSDP2's default: said once, by rank 0; nothing fails on any rank."""
+    for rank, result in enumerate(results["fsdp2"]):
+        found = result["resume"]
+        assert (found["bad"], found["files"]) == ([], [])
+        assert [w.partition(":")[0] for w in found["without_file"]] == [
+            "ForensicCheckpoint(write_lightning_ckpt=True)"
+        ] * (rank == 0)
+        assert all("ModelParallelStrategy is no single file (set save_distr" in w for w in found["without_file"])
