@@ -8,21 +8,26 @@ What is timed is what every rank does after the gather: every detector of the de
 history, the step's line in the journal. What cannot be measured without so many processes is the gather itself; its
 bytes are stated.
 
-``--json`` holds, by number of ranks, ``ms_per_step`` (processor time), ``journal_bytes_per_step``, ``resident_mb`` (growth
-over 500 steps), ``gather_bytes``; and ``missed`` (share of the trials, by sigma), ``named_another`` and ``false_names``.
-The exit code is 1 where a bound below is not kept; ``--quick`` has too few trials to judge the rare ones.
+``--json`` holds, by number of ranks, ``ms_per_step`` (processor time), ``journal_bytes_per_step`` (with eight sample ids),
+``memory_mb`` (MiB that the suite holds after 550 steps: detectors, history of records), ``gather_bytes``; and ``missed``
+(share of the trials, by sigma), ``named_another`` and ``false_names`` (outliers and stragglers). The exit code is 1
+where a bound below is not kept, or where time, journal or memory grow faster than the ranks; ``--quick`` has too few
+trials to judge the rare ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+import tracemalloc
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +47,16 @@ ROOT = Path(__file__).resolve().parent.parent
 SIZES = (4, 64, 1024, 16384)
 MANY, LARGEST = (64, 1024, 16384), "16384"
 TRIALS, CLEAN_STEPS = 1000, 100_000
+COST_STEPS, WARM_STEPS, MADE_STEPS = 500, 50, 100  # measured, before that, and how many made records take turns
 HISTORY = 200  # healthy steps before a trial: offsets and noise of the ranks are estimates
-# At most: processor time and journal of a step at 16,384 ranks; trials missed, by sigma; names in the clean steps.
+# At most: processor time and journal of a step at 16,384 ranks; trials missed, by sigma; names in the clean steps, and
+# trials in which a healthy rank is named.
 MOST_MS, MOST_BYTES, MOST_MISSED, MOST_FALSE = 20.0, 4096.0, {10: 0.0, 5: 0.05}, 1
+LINEAR = {"ms_per_step": "ms a step", "journal_bytes_per_step": "bytes of journal a step", "memory_mb": "MiB of memory"}
+FALSE_KINDS = (FindingKind.RANK_OUTLIER, FindingKind.STRAGGLER)
+SAMPLE_IDS = tuple(f"prose/955c44a4db/{6656 + i}" for i in range(8))  # of one rank's batch, as the example names them
 Array = npt.NDArray[np.float64]
-LOSS, GRAD, TIME, WAIT = (SIGNAL_INDEX[s] for s in ("loss_nats", "grad_norm", "step_seconds", "data_seconds"))
+LOSS, TIME = SIGNAL_INDEX["loss_nats"], SIGNAL_INDEX["step_seconds"]
 
 
 class Recorder(L.Callback):
@@ -112,49 +122,73 @@ class Replica:
         return StepRecord(step=step, values=values, tokens=1024 * self.ranks * (step + 1), learning_rates=(1e-3,))
 
 
+class Suite:
+    """What every rank does with a record after the gather: the default detectors, the history, the step's line."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.context = folder, RunContext()
+        self.context.journal = Journal(folder, 0)
+        self.observers = [NonFinite(), SpikeDetector(), DivergenceDetector(), RankOutlierDetector(), LossScaleMonitor()]
+
+    def take(self, record: StepRecord) -> None:
+        for observer in self.observers:
+            observer.observe(record)
+        self.context.remember(record)
+        fields = step_fields(record, True, record.step, 0, record.step, 0)
+        self.context.journal.write("step", step=record.step, attempt=0, tokens=record.tokens, **fields)
+
+    def journal_bytes(self) -> int:
+        self.context.journal.flush()
+        return sum(f.stat().st_size for f in self.folder.rglob("*.jsonl"))
+
+
+def again(made: list[StepRecord], step: int) -> StepRecord:
+    """One of the made records as that of ``step``, in memory of its own."""
+    given = made[step % len(made)]
+    return dataclasses.replace(given, step=step, values=given.values.copy(), sample_ids=SAMPLE_IDS)
+
+
 def cost(recorded: Array, ranks: int, steps: int) -> dict[str, float]:
     """What one step costs each rank after the gather."""
     replica = Replica(recorded, ranks, 0)
+    made = [replica.step(i) for i in range(MADE_STEPS)]
     with tempfile.TemporaryDirectory() as folder:
-        context = RunContext()
-        context.journal = Journal(Path(folder), 0)
-        callbacks = [SpikeDetector(), DivergenceDetector(), RankOutlierDetector(), LossScaleMonitor()]
-        nonfinite = NonFinite()
-        records = [replica.step(i) for i in range(100)]
-        warm, before, bytes_before, spent = 50, 0, 0, 0.0
-        for i in range(steps + warm):
-            given = records[i % len(records)]
-            record = StepRecord(step=i, values=given.values.copy(), tokens=given.tokens, learning_rates=(1e-3,))
-            if i == warm:
-                context.journal.flush()
-                before, bytes_before = resident(), journal_bytes(Path(folder))
+        suite = Suite(Path(folder))
+        before, spent = 0, 0.0
+        for i in range(WARM_STEPS + steps):
+            record = again(made, i)
+            if i == WARM_STEPS:
+                before, spent = suite.journal_bytes(), 0.0
             start = time.process_time()
-            nonfinite.observe(record)
-            for callback in callbacks:
-                callback.observe(record)
-            context.remember(record)
-            fields = step_fields(record, True, i, 0, i, 0)
-            context.journal.write("step", step=i, attempt=0, tokens=record.tokens, **fields)
-            if i >= warm:
-                spent += time.process_time() - start
-        context.journal.flush()
-        written = journal_bytes(Path(folder)) - bytes_before
-        grown = resident() - before
-        context.journal.close()
+            suite.take(record)
+            spent += time.process_time() - start
+        written = suite.journal_bytes() - before
+        suite.context.journal.close()
     return {
         "ms_per_step": 1e3 * spent / steps,
         "journal_bytes_per_step": written / steps,
-        "resident_mb": grown / 2**20,
+        "memory_mb": memory(made, steps),
         "gather_bytes": 8.0 * len(SIGNALS) * ranks,
     }
 
 
-def journal_bytes(folder: Path) -> int:
-    return sum(f.stat().st_size for f in folder.rglob("*.jsonl"))
+def memory(made: list[StepRecord], steps: int) -> float:
+    """MiB that the suite holds after so many steps, by what Python and NumPy have allocated and not freed.
 
-
-def resident() -> int:
-    return int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0]) * 1024
+    Not the process's resident memory: pages that an earlier size has left behind would be filled first. A pass of its own,
+    because the tracing costs time.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        tracemalloc.start()
+        try:
+            suite = Suite(Path(folder))
+            for i in range(WARM_STEPS + steps):
+                suite.take(again(made, i))
+            held = tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+        suite.context.journal.close()
+    return held / 2**20
 
 
 def named(recorded: Array, ranks: int, trials: int, sigma: float, seed: int) -> tuple[int, int]:
@@ -180,12 +214,12 @@ def named(recorded: Array, ranks: int, trials: int, sigma: float, seed: int) -> 
 
 
 def false_names(recorded: Array, ranks: int, steps: int) -> int:
-    """Ranks named in steps in which nothing is wrong."""
+    """Ranks named, as outliers or as slow, in steps in which nothing is wrong."""
     replica, detector = Replica(recorded, ranks, 3), RankOutlier()
     total = 0
     for step in range(steps):
         found = detector.observe(replica.step(step))
-        total += sum(len(f.ranks) for f in found if f.kind == FindingKind.RANK_OUTLIER)
+        total += sum(len(f.ranks) for f in found if f.kind in FALSE_KINDS)
     return total
 
 
@@ -205,14 +239,14 @@ def main() -> int:
             record_four_ranks(file.resolve())
         recorded = np.load(file)
     print(f"recorded: {recorded.shape[0]} steps of {recorded.shape[1]} ranks")
-    result: dict[str, Any] = {"ms_per_step": {}, "journal_bytes_per_step": {}, "resident_mb": {}, "gather_bytes": {}}
-    print(f"{'ranks':>7} {'ms a step':>10} {'journal bytes':>14} {'memory, MB':>11} {'gathered bytes':>15}")
+    result: dict[str, Any] = {"ms_per_step": {}, "journal_bytes_per_step": {}, "memory_mb": {}, "gather_bytes": {}}
+    print(f"{'ranks':>7} {'ms a step':>10} {'journal bytes':>14} {'memory, MiB':>11} {'gathered bytes':>15}")
     for ranks in SIZES:
-        row = cost(recorded, ranks, 500)
+        row = cost(recorded, ranks, COST_STEPS)
         for key, value in row.items():
             result[key][str(ranks)] = round(value, 3)
         print(
-            f"{ranks:7,} {row['ms_per_step']:10.3f} {row['journal_bytes_per_step']:14.0f} {row['resident_mb']:11.1f}"
+            f"{ranks:7,} {row['ms_per_step']:10.3f} {row['journal_bytes_per_step']:14.0f} {row['memory_mb']:11.1f}"
             f" {row['gather_bytes']:15,.0f}",
             flush=True,
         )
@@ -248,6 +282,15 @@ def over_bounds(result: dict[str, Any]) -> list[str]:
     for sigma, most in MOST_MISSED.items():
         missed = {key: share for key, share in result["missed"].items() if key.endswith(f"+{sigma} sigma")}
         found += [f"{key}: {share:.1%} missed, {most:.0%} allowed" for key, share in missed.items() if share > most]
+    for key, what in LINEAR.items():
+        for (fewer, less), (more, value) in pairwise(result[key].items()):
+            if value > (times := int(more) / int(fewer)) * less:
+                found.append(
+                    f"{value:.1f} {what} at {more} ranks, {less:.1f} at {fewer}: more than {times:g} times as much"
+                )
+    for key, count in result["named_another"].items():
+        if count > MOST_FALSE:
+            found.append(f"{key}: a healthy rank named in {count} trials, {MOST_FALSE} allowed")
     names = {key: count for key, count in result["false_names"].items() if count > MOST_FALSE}
     return found + [f"{key}: {count} healthy ranks named, {MOST_FALSE} allowed" for key, count in names.items()]
 
