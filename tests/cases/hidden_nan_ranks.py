@@ -84,6 +84,7 @@ def main() -> None:
             "weights": [float(p.detach().double().sum()) for p in world.parameters()],
             "finite": all(bool(torch.isfinite(p).all()) for p in world.parameters()),
             "steps": told.steps,
+            "struck": sorted(case.named),
             "findings": [f.to_dict() for i in incidents for f in i.findings],
             "verdict": incidents[0].verdict.to_dict() if incidents else None,
             "opened": [i.opened_step for i in incidents],

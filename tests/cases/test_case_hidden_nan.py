@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hidden_nan_ranks import AT, COMPARED, STEPS
-from triage_matrix.ranks import start_together
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 Told = dict[str, list[dict[str, Any]]]
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    """What each rank wrote down, by case and in rank order."""
-    folder = tmp_path_factory.mktemp("told")
-    assert start_together("hidden_nan_ranks", [str(folder)], Path(__file__).parent, timeout=280) == [0, 0]
-    found: Told = {}
-    for file in sorted(folder.glob("*.json")):
-        found.setdefault(file.stem.rpartition("-")[0], []).append(json.loads(file.read_text()))
-    return found
+@pytest.fixture
+def told(told_by_ranks: Told) -> Told:
+    return told_by_ranks
 
 
 def test_the_rank_stands_beside_the_mean_and_both_ranks_decide_alike(told: Told) -> None:
@@ -58,16 +49,3 @@ def test_a_rank_that_decided_alone_is_named_by_the_hash_of_its_replica(told: Tol
     assert drift["culprits"][0] == "rank:1"
     assert first["verdict"] == second["verdict"]
     assert (first["verdict"]["kind"], first["verdict"]["culprits"][0]) == ("infrastructure", "rank:1")
-
-
-def test_a_rank_without_a_supervised_token_is_named_and_leaves_the_mean_unharmed(told: Told) -> None:
-    """Public case Megatron-LM#1764: 0/0 on one rank."""
-    first, second = told["no_supervised_tokens"]
-    assert first["verdict"] == second["verdict"]
-    assert first["verdict"]["kind"] == "data"
-    assert len(first["verdict"]["culprits"]) == 4
-    [message] = {f["message"] for f in first["findings"] if f["kind"] == "no_supervised_tokens" and f["ranks"] == [1]}
-    assert message.startswith("rank 1: none of the 4 samples has a target that carries loss")
-    step = first["steps"][str(AT)]
-    assert float(step["loss"]) == pytest.approx(float(step["rank_losses"][0]), abs=1e-5)
-    assert step["applied"] is False
