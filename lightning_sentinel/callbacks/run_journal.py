@@ -68,7 +68,7 @@ class RunJournal(SentinelCallback):
     Args:
         run_dir: The run folder; None: ``<trainer.default_root_dir>/sentinel/<time stamp>``. Rank 0 decides for all.
         step_interval: Journal every Nth step's signals; 0: none.
-        report: Write summary, picture and report at the end of the fit and after incidents.
+        report: Write summary, picture and report at the end of the fit, and when an incident opens or closes.
         report_every_seconds: At most that often while training goes on (then made by a child process, at low priority, and
             never for more than a twentieth of the time).
         config: The run's configuration, any mapping; journalled with secrets redacted.
@@ -126,7 +126,7 @@ class RunJournal(SentinelCallback):
         self._mixing: list[Any] = []  # loaders that say how they mix
         self._mixing_of: Any = None
         self._reporter: subprocess.Popen[bytes] | None = None
-        self._reported_closed = 0
+        self._reported_changes = 0
         self._reported_at = 0.0
         self._report_seconds = 0.0
         self._unwrap_bar: Callable[[], None] | None = None
@@ -161,7 +161,7 @@ class RunJournal(SentinelCallback):
         self._ended = False
         vars(trainer.strategy).pop("on_exception", None)  # left over where another callback failed on an exception
         self._reported_at = time.monotonic()
-        self._reported_closed = self.status.closed
+        self._reported_changes = self.status.changes
         context.journal, context.run_dir = self._journal, self.run_dir
         self._wrap_bar(trainer)
 
@@ -284,11 +284,12 @@ class RunJournal(SentinelCallback):
         if self._journal is None or not self.report or not trainer.is_global_zero:
             return
         self._reap_reporter(trainer)
-        # A long run's report takes long: never more than a small share of one core.
+        # A long run's report takes long: never more than a small share of one core. What opens or closes meanwhile is told
+        # by the next one, or by the fit's end.
         pause = max(self.report_every_seconds, REPORT_SHARE * self._report_seconds)
         due = time.monotonic() - self._reported_at >= pause
-        if self.status.closed > self._reported_closed and due and self._reporter is None:
-            self._reported_closed, self._reported_at = self.status.closed, time.monotonic()
+        if self.status.changes > self._reported_changes and due and self._reporter is None:
+            self._reported_changes, self._reported_at = self.status.changes, time.monotonic()
             self._journal.flush()
             self._reporter = _start_reporter(self._journal.run_dir)
 
@@ -442,7 +443,7 @@ class Status:
 
     def __init__(self) -> None:
         self.open: set[int] = set()
-        self.closed = 0
+        self.changes = 0  # incidents opened and closed, so far
         self.stopped = False
         self.last_action: str | None = None
         self.known_good: int | None = None
@@ -464,9 +465,10 @@ class Status:
             return
         number = incident["number"]
         if event == "incident.closed":
-            self.closed += number in self.open
+            self.changes += number in self.open
             self.open.discard(number)
         elif event == "incident.opened":
+            self.changes += number not in self.open
             self.open.add(number)
 
     @property

@@ -102,7 +102,8 @@ def glance(made: list[dict[str, Any]], most: int = 12) -> list[dict[str, Any]]:
 
 def state_class(summary: Mapping[str, Any]) -> str:
     """Colour of the run's state: red needs somebody, blue goes on, green is over."""
-    if summary["open_incidents"] or summary["status"] in ("failed", "lost", "stopped"):
+    urgent = any(i["status"] in ("open", "escalated") for i in summary["incidents"])
+    if urgent or summary["status"] in ("failed", "lost", "stopped"):
         return "red"
     return {"running": "blue", "finished": "green"}.get(summary["status"], "grey")
 

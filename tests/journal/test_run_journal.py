@@ -481,6 +481,47 @@ def test_both_ranks_write_into_the_folder_of_rank_0(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run-0" / "summary.json").read_text())["status"] == "finished"
 
 
+def test_an_incident_is_told_when_it_opens_and_its_closing_waits_for_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step takes 50 s, a report no time, the interval is 120 s: what is pending at the end is told by the fit's own."""
+    now = [1000.0]
+    started: list[tuple[float, list[str]]] = []
+
+    class Child:
+        returncode, stderr = 0, None
+
+        def poll(self) -> int:
+            return 0
+
+    def start(run_dir: Path) -> Child:
+        told = [str(e["event"]) for e in read_journal(run_dir) if e["event"].startswith("incident.")]
+        started.append((now[0], told))
+        return Child()
+
+    class Passing(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            now[0] += 50
+
+    monkeypatch.setattr("lightning_sentinel.callbacks.run_journal._start_reporter", start)
+    monkeypatch.setattr("lightning_sentinel.callbacks.run_journal.REPORT_SHARE", 0.0)
+    monkeypatch.setattr("lightning_sentinel.callbacks.run_journal.time.monotonic", lambda: now[0])
+    for steps, expected in (
+        # Opened at step 4 (1200 s as the journal's hook next runs), closed a step later: 120 s from there at the soonest.
+        (12, [(1200.0, ["incident.opened"]), (1350.0, ["incident.opened", "incident.closed"])]),
+        (7, [(1200.0, ["incident.opened"])]),
+    ):
+        now[0] = 1000.0
+        started.clear()
+        run_dir = tmp_path / f"run-{steps}"
+        callback = RunJournal(run_dir, report_every_seconds=120)
+        trainer(tmp_path, callback, Incidents(4, 5), Passing(), max_steps=steps).fit(Model())
+        assert started == expected
+        assert callback.summary is not None
+        assert [i["status"] for i in callback.summary["incidents"]] == ["recovered"]
+        assert (run_dir / "report.html").exists()
+
+
 def test_a_report_that_took_long_is_followed_by_a_long_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Made in children that take "half a minute": the second one waits for twenty times that, not for the interval."""
     now = [1000.0]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from report_journals import MadeRun, bad_rank, data_verdict, fp16_run, parade
 
-from lightning_sentinel.incidents import FindingKind
+from lightning_sentinel.incidents import FindingKind, IncidentStatus
 from lightning_sentinel.report.build import write_reports
 from lightning_sentinel.report.chart import build_chart, lay_out, loss_limits, place, thin, thin_band
 from lightning_sentinel.report.curve import key_lines, render_png
@@ -210,6 +210,32 @@ def test_the_table_at_the_top_shows_what_needs_somebody_first() -> None:
         {"number": n, "status": "escalated" if n == 3 else "open" if n == 17 else "recovered"} for n in range(1, 21)
     ]
     assert [c["number"] for c in glance(made)] == [17, 3, 20, 19, 18, 16, 15, 14, 13, 12, 11, 10]
+
+
+@pytest.mark.parametrize(
+    ("how", "colour"),
+    [
+        (IncidentStatus.ESCALATED, "red"),
+        (None, "red"),  # still open
+        (IncidentStatus.RECOVERED, "green"),
+        (IncidentStatus.RESOLVED, "green"),
+    ],
+)
+def test_a_run_that_needs_somebody_is_red_though_it_finished(
+    tmp_path: Path, how: IncidentStatus | None, colour: str
+) -> None:
+    run = MadeRun(tmp_path)
+    run.begin()
+    run.run(40)
+    incident = run.incident(1, FindingKind.SPIKE, score=9, message="a jump", verdict=data_verdict("prose/1"))
+    run.run(10)
+    if how is not None:
+        run.close(incident, status=how)
+    run.end()
+    write_reports(tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert f'<h1><span class="badge {colour}">finished</span>' in page
+    assert ('<p class="next bad">' in page, '<p class="next">' in page) == (colour == "red", colour == "green")
 
 
 def test_open_and_closed_are_told_apart_without_colour(tmp_path: Path) -> None:
