@@ -22,6 +22,7 @@ import lightning.pytorch as L
 import torch
 from callbacks_two_ranks import Bigram, Sequences
 from distributed_kit import MEETING, CollectiveLimit, fork_ranks
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from sentinel_kit import Sink
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ from lightning_sentinel import (
     RankTelemetry,
     Rollback,
     RunJournal,
+    SpikeDetector,
 )
 from lightning_sentinel.checkpoint import CheckpointStore
 from lightning_sentinel.context import context_of
@@ -259,6 +261,13 @@ def run(way: str) -> dict[str, Any]:
     }
 
 
+class Counted(Sequences):
+    """With a length nothing is fetched ahead, so Lightning's own resume is exact, too."""
+
+    def __len__(self) -> int:
+        return 1_000
+
+
 class Said(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -305,7 +314,7 @@ def resume(way: str, folder: Path) -> dict[str, Any]:
             devices=ranks_of(way),
             strategy=strategy_of(way),
             logger=False,
-            enable_checkpointing=False,
+            enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in extra),
             enable_progress_bar=False,
             enable_model_summary=False,
             use_distributed_sampler=False,
@@ -313,7 +322,7 @@ def resume(way: str, folder: Path) -> dict[str, Any]:
         )
         trainer.fit(
             Walk(way, hurt=False),
-            Sequences(data_rank(way, trainer.global_rank)),
+            (Counted if way == "fsdp2" else Sequences)(data_rank(way, trainer.global_rank)),
             ckpt_path=ckpt_path,
             weights_only=False,
         )
@@ -321,8 +330,10 @@ def resume(way: str, folder: Path) -> dict[str, Any]:
 
     said = Said()
     logging.getLogger("lightning_sentinel").addHandler(said)
+    # Lightning's own, a folder of torch's distributed checkpoint, of step 10 too
+    own = [ModelCheckpoint(folder / "dcp", "{step}", every_n_train_steps=10, save_top_k=-1)] if way == "fsdp2" else []
     with contextlib.suppress(InterruptedError):
-        part(Stop())
+        part(Stop(), *own, *([SpikeDetector()] if own else []))
     logging.getLogger("lightning_sentinel").removeHandler(said)
     store = CheckpointStore(run_dir / "checkpoints")
     trainer = part(FarBack(), Rollback(every_n_steps=2, keep=2))
@@ -347,6 +358,20 @@ def resume(way: str, folder: Path) -> dict[str, Any]:
             for t in (part(ckpt_path=kept / "lightning.ckpt"), reference)
         )
         found["by_lightning"] = [torch.equal(a, b) for a, b in zip(loaded, expected, strict=True)]
+    if way == "fsdp2":
+        dcp = folder / "dcp" / "step=10.ckpt"
+        spike = SpikeDetector()
+        again = bits(part(spike, ckpt_path=dcp))
+        found["spike"] = spike.detector.state_dict()["accepted"]
+        found["dcp"] = sorted(path.name for path in dcp.iterdir())
+        found["by_dcp"] = [torch.equal(a, b) for a, b in zip(again, theirs, strict=True)]
+        first, after = (
+            [e for e in iter_events(path, rank=trainer.global_rank) if e["event"] == "step" and e["step"] >= 10]
+            for path in (run_dir, folder / f"plain-{way}")
+        )
+        told = ("step", "batch_idx", "sample_ids", "loss_bits")
+        found["went_on"] = [[e[name] for name in told] for e in after]
+        found["interrupted"] = [[e[name] for name in told] for e in first[:2]]
     return found
 
 

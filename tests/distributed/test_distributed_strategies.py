@@ -148,6 +148,18 @@ def test_lightnings_own_file_of_whole_weights_lies_beside_and_is_complete(result
 
 
 @pytest.mark.distributed
+def test_a_fit_goes_on_from_lightnings_folder_with_the_suite_on(results: Results) -> None:
+    """``fit(ckpt_path=<folder of torch's DCP>)``: weights, moments, a detector's state, the next samples."""
+    for result in results["fsdp2"]:
+        found = result["resume"]
+        assert found["dcp"] == [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]
+        assert (len(found["by_dcp"]), all(found["by_dcp"])) == (4 * 7, True)
+        assert [line[0] for line in found["went_on"]] == list(range(10, STEPS))
+        assert found["went_on"][:2] == found["interrupted"]  # samples, and the loss to the bit
+        assert found["spike"] == STEPS  # ten of them come from the folder
+
+
+@pytest.mark.distributed
 def test_where_lightnings_checkpoint_is_no_file_the_suites_own_is_saved_without_it(results: Results) -> None:
     """``write_lightning_ckpt=True`` under FSDP2's default: said once, by rank 0; nothing fails on any rank."""
     for rank, result in enumerate(results["fsdp2"]):
