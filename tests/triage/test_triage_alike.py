@@ -97,6 +97,7 @@ def _size_for(make: Callable[[float], Hurt], at: int) -> float:
 
 @pytest.mark.slow
 def test_four_causes_with_the_same_peak_loss_and_four_verdicts() -> None:
+    """What the ladder makes of them: the finding that asks for the examination is made by hand, at the step of the peak."""
     peaks, verdicts = {}, {}
     for name, (make, at, _, _) in CAUSES.items():
         hurt = make(_size_for(make, at))

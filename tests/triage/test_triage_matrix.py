@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sentinel_kit import make_trainer
 from triage_matrix.faults import FAULTS, plan
 from triage_matrix.ranks import run_together
-from triage_matrix.run import grade, run_case
+from triage_matrix.run import grade, run_case, suite
+from triage_matrix.world import World, loader
 
+from lightning_sentinel import Preflight
+from lightning_sentinel.context import context_of
 from lightning_sentinel.faults import CATALOGUE
 
 SEED = 0
@@ -48,6 +52,23 @@ def test_the_verdict_and_the_culprit_are_right(name: str) -> None:
     assert outcome.fired > 0 or name in ("mixture_shift", "cursor_rewind")  # those are in the loader
     assert outcome.outcome == "right", outcome
     assert outcome.unlisted == []
+
+
+def test_a_poor_initialization_that_is_finite_is_left_to_the_preflight() -> None:
+    world = World(SEED)
+    world.start = 0
+    world.model.head.weight.data.mul_(300.0)
+    callbacks = suite()
+    trainer, _ = make_trainer(callbacks, max_steps=12, gradient_clip_val=1.0)
+    trainer.fit(world, loader(SEED))
+    (flight,) = (c for c in callbacks if isinstance(c, Preflight))
+    (remark,) = (r for r in flight.remarks if r.check == "initial_loss")
+    first, last = context_of(trainer).history[0], context_of(trainer).history[-1]
+    assert remark.level == "warning"
+    assert f"The first loss is {first.mean_loss:.3f} nats, expected about ln(96) = 4.564 nats" in remark.message
+    assert (first.step, last.step) == (0, 11)
+    assert 4.564 < last.mean_loss < first.mean_loss
+    assert context_of(trainer).incidents == []
 
 
 @pytest.mark.slow
