@@ -11,6 +11,7 @@ from typing import Any
 from ..progress import Progress
 from .common import OK, USAGE, Commands, add_command, print_json, require_events
 
+NAMED = 3  # culprits on an incident's line
 # Whether the run needs a person is what the report is read for, not whether it could be made.
 CODES = (
     "Exit codes: 0 made, whatever it tells (--json: status, open_incidents, next_action), 2 wrong usage, unreadable input or"
@@ -52,7 +53,9 @@ def incident_line(row: Mapping[str, Any]) -> str:
     """An incident of a summary on one line."""
     from ..report.summary import in_turn
 
-    culprits = ", ".join(row["culprits"][:3]) or "nobody named"
+    culprits = ", ".join(row["culprits"][:NAMED]) or "nobody named"
+    if len(row["culprits"]) > NAMED:
+        culprits += f" and {len(row['culprits']) - NAMED} more"
     actions = " -> ".join(in_turn(row["actions"])) or "none"
     kinds = ", ".join(row["kinds"])
     return (

@@ -81,6 +81,7 @@ def render_html(run: RunData, summary: Mapping[str, Any]) -> str:
         glance=glance(made),
         state_class=state_class(summary),
         scaler=run.of("scaler.")[-MAX_ROWS:],
+        scaler_events=len(run.of("scaler.")),
         started=started[-1] if started else {},
         ended=(run.of("run.ended") or [{}])[-1],
         config=config[:MAX_CONFIG] + (" ... (cut; the journal has it whole)" if len(config) > MAX_CONFIG else ""),
@@ -153,6 +154,7 @@ def cards(run: RunData, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
         verdict = incident.get("verdict") or {}
         score, threshold = number(row["statistic"]), number(row["threshold"])
         happened = timeline(run, row["number"])
+        out = [q["name"] for q in summary["quarantined"] if q["incident"] == row["number"]]
         made.append(
             {
                 **row,
@@ -166,7 +168,8 @@ def cards(run: RunData, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "done": in_turn(row["actions"]),
                 "skipped": row["samples_skipped"][:MAX_IDS],
                 "skipped_more": max(0, len(row["samples_skipped"]) - MAX_IDS),
-                "quarantined": [q["name"] for q in summary["quarantined"] if q["incident"] == row["number"]][:MAX_IDS],
+                "quarantined": out[:MAX_IDS],
+                "quarantined_more": max(0, len(out) - MAX_IDS),
                 "replay": _replay_command(run, row["number"]),
             }
         )
@@ -204,7 +207,7 @@ def timeline(run: RunData, number_: int) -> list[dict[str, Any]]:
         words = _event_words(event)
         if words is not None:
             lines.append({k: event[k] for k in ("time", "step", "attempt", "event")} | {"words": words})
-    return lines[:MAX_ROWS]
+    return lines
 
 
 def _event_words(event: Mapping[str, Any]) -> str | None:
@@ -287,6 +290,8 @@ def _outline_lines(value: Mapping[str, Any], *, nested: bool = False, indent: st
 
 def _plain(value: Any) -> str:
     """A value without JSON's quotation marks, numbers to four digits."""
+    if value is None:
+        return "not known"
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, Mapping):

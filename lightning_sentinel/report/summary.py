@@ -158,6 +158,8 @@ def next_action(summary: Mapping[str, Any]) -> str:
         return f"Find out why it {'stopped' if summary['status'] != 'lost' else 'went silent'}, then {resume}."
     if summary["open_incidents"]:
         numbers = ", ".join(str(n) for n in summary["open_incidents"])
+        if summary["status"] in ("finished", "interrupted"):  # no loss will come any more
+            return f"Look at open incident {numbers}, which the run's end left undecided; to take it back, {resume}."
         return f"Look at open incident {numbers}; if the loss does not come back, {resume}."
     if any(i["status"] == "escalated" for i in summary["incidents"]):
         return f"An incident escalated: decide whether to go on; {resume}."

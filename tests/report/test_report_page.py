@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from report_journals import MadeRun, bad_rank, data_verdict, fp16_run, parade
 
-from lightning_sentinel.incidents import FindingKind, IncidentStatus
+from lightning_sentinel.cli.report import incident_line
+from lightning_sentinel.incidents import Experiment, FindingKind, IncidentStatus, Verdict, VerdictKind
 from lightning_sentinel.report.build import write_reports
 from lightning_sentinel.report.chart import build_chart, lay_out, loss_limits, place, thin, thin_band
 from lightning_sentinel.report.curve import key_lines, render_png
@@ -236,6 +237,91 @@ def test_a_run_that_needs_somebody_is_red_though_it_finished(
     page = (tmp_path / "report.html").read_text()
     assert f'<h1><span class="badge {colour}">finished</span>' in page
     assert ('<p class="next bad">' in page, '<p class="next">' in page) == (colour == "red", colour == "green")
+
+
+def test_what_the_page_leaves_out_is_counted(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.begin()
+    run.run(40)
+    tried = tuple(Experiment(f"try {n}", "no change", {}) for n in range(45))
+    names = tuple(f"sample:prose/{n}" for n in range(403))
+    verdict = Verdict(VerdictKind.DATA, names[:25], "bad", experiments=tried, evidence={"healthy_rank": None})
+    incident = run.incident(1, FindingKind.SPIKE, verdict=verdict)
+    run.write("quarantine.added", names=names, incident=1, reason="data/samples")
+    for n in range(302):
+        run.act(incident, "skip_step")
+        run.write("scaler.overflow", old_scale=2.0, new_scale=1.0, parameters=[f"p{i}" for i in range(8)])
+        run.checkpoint(step=n)
+        run.write("infra.event", kind="experiment", text=f"note {n}")
+    run.end()
+    failures = [f"failure {n}" for n in range(54)]
+    summary = write_reports(tmp_path, failures=failures).summary
+    page = (tmp_path / "report.html").read_text()
+    happened = cards(load_run(tmp_path), summary)[0]["timeline"]
+    told = [
+        "and 4 more: summary.json has them all",  # failures
+        "and 5 more: summary.json has them all",  # culprits
+        "and 5 more: the journal has them all",  # experiments
+        "and 343 more: summary.json has them all",  # quarantined by the incident
+        f"and {len(happened) - 300} more: the journal has them all",  # its time line
+        "and 103 more: summary.json has them all",  # the ledger
+        *["and 2 more: in the journal"] * 300,  # parameters of each overflow
+        "and 2 more: the journal has the earlier ones",  # scaler
+        "and 2 more: summary.json has the earlier ones",  # checkpoints
+        "and 2 more: summary.json has them all",  # notes
+    ]
+    assert re.findall(r'class="soft more">([^<]*)<', page) == told
+    assert "0 replayed, 403 quarantined</summary>" in page
+    assert "healthy_rank: not known" in page
+    assert incident_line(summary["incidents"][0]).startswith(
+        "#1 step 39: spike; data, sample:prose/0, sample:prose/1, sample:prose/2 and 22 more; "
+    )
+    assert incident_line(summary["incidents"][0] | {"culprits": list(names[:3])}).startswith(
+        "#1 step 39: spike; data, sample:prose/0, sample:prose/1, sample:prose/2; "
+    )
+
+
+@pytest.mark.parametrize(
+    ("closing", "told"),
+    [
+        (
+            "back on the path: -1.4 sigma from the forecast made before the incident (at most 4), over 20 healthy steps",
+            "Back on the path: -1.4 sigma from the forecast made before the incident (at most 4), over 20 healthy steps",
+        ),
+        (
+            "the loss is back",
+            "<strong>-1.41 robust sigma</strong> from the forecast made before the incident. The loss is back",
+        ),
+    ],
+)
+def test_the_distance_from_the_path_is_told_once(tmp_path: Path, closing: str, told: str) -> None:
+    run = MadeRun(tmp_path)
+    run.begin()
+    run.run(40)
+    incident = run.incident(1, FindingKind.SPIKE, verdict=data_verdict("prose/1"))
+    incident.status, incident.path_z, incident.closing = IncidentStatus.RECOVERED, -1.41, closing
+    run.write("incident.closed", incident=incident.to_dict())
+    run.end()
+    data = load_run(tmp_path)
+    page = render_html(data, summarise(data))
+    assert f"<tr><th>back on its path?</th><td>{told}</td></tr>" in page
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_of_a_run_that_has_ended_nobody_waits_for_the_loss(tmp_path: Path, ended: bool) -> None:
+    run = MadeRun(tmp_path)
+    run.begin()
+    run.run(40)
+    run.incident(1, FindingKind.SPIKE, verdict=data_verdict("prose/1"))
+    if ended:
+        run.end()
+    data = load_run(tmp_path)
+    choose = "choose a restore point: no checkpoint has passed probation."
+    assert summarise(data, now=data.last_time)["next_action"] == (
+        f"Look at open incident 1, which the run's end left undecided; to take it back, {choose}"
+        if ended
+        else f"Look at open incident 1; if the loss does not come back, {choose}"
+    )
 
 
 def test_open_and_closed_are_told_apart_without_colour(tmp_path: Path) -> None:
