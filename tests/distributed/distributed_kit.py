@@ -16,24 +16,15 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
-import lightning.pytorch as L
 import torch
 
+sys.path.append(str(Path(__file__).parents[1]))  # torchrun knows the script's own folder only
+from collective_limit import LIMIT as LIMIT
+from collective_limit import CollectiveLimit as CollectiveLimit
+
 # Ranks of a loaded machine may meet late; once they train, nothing may wait for longer than the limit.
-MEETING, LIMIT = timedelta(minutes=5), timedelta(seconds=60)
-
-
-class CollectiveLimit(L.Callback):
-    """From the first batch on every collective has this time-out."""
-
-    def __init__(self, limit: timedelta = LIMIT) -> None:
-        self.limit = limit
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        torch.distributed.barrier()
-        torch.distributed.distributed_c10d._set_pg_timeout(self.limit)
+MEETING = timedelta(minutes=5)
 
 
 def fork_ranks(ranks: int, main: Callable[[], None], seconds: float = 1500.0, *, end_others: bool = True) -> int:
