@@ -100,6 +100,39 @@ def test_the_chart_of_the_parade(parade_dir: Path) -> None:
         assert max(item.row for item in laid) == rows - 1
 
 
+def test_what_happened_to_machines_is_marked_where_it_happened(tmp_path: Path) -> None:
+    """A restart, the ranks that are left, a lost rank and another host: on the curve, in the picture's words, on the page."""
+    run = MadeRun(tmp_path, ranks=4)
+    run.begin()
+    run.run(30)
+    run.write("infra.event", kind="lost_rank", text="rank 3 (newest line at step 29) ended without a word, or hangs")
+    for journal in run.journals:  # killed: no end is written
+        journal.close()
+    run.step = 20
+    run.begin(segment=1)
+    run.write("run.resumed", checkpoint="checkpoints/step-00000020")
+    run.run(5)
+    run.write("infra.event", kind="host", text="rank 1 runs on host c, before on a")
+    run.write("topology.changed", old_world_size=4, world_size=2)
+    run.run(15)
+    run.end()
+    data = load_run(tmp_path)
+    chart = build_chart(data, summarise(data))
+    marks = [(m.kind, m.step, m.x / run.tokens_per_step, m.label) for m in chart.marks if m.lane == "run"]
+    # each where its step's loss is drawn, which is at that step's end; every rank has seen what happened
+    assert sorted(set(marks)) == [
+        ("infra", 25, 26, "host"),
+        ("infra", 30, 31, "lost_rank"),
+        ("restart", 20, 21, "restart"),
+        ("topology", 25, 26, "4 to 2 ranks"),
+    ]
+    assert "run" in chart.lanes
+    text = render_html(data, summarise(data))
+    for words in ("restart at step 20", "4 to 2 ranks at step 25", "rank 1 runs on host c, before on a at step 25"):
+        assert words in text
+    assert "ended without a word, or hangs at step 30" in text
+
+
 def test_one_bad_rank_is_drawn_as_itself(tmp_path: Path) -> None:
     bad_rank(tmp_path, ranks=64, rank=41)
     run = load_run(tmp_path)
