@@ -62,6 +62,18 @@ class ModuleCheck:
     by_dtype: list[InDtype] = field(default_factory=list)
     sentence: str = ""
 
+    @property
+    def rounding(self) -> float:
+        """Relative distance from float64 that rounding explains."""
+        return ULPS * max((torch.finfo(t).eps for t in _dtypes(self)), default=torch.finfo(torch.float32).eps)
+
+    @property
+    def wrong(self) -> bool:
+        """Whether output or gradient, finite and from finite inputs, is farther from float64 than rounding explains."""
+        if not self.by_dtype or any(r["nonfinite"] for r in self.inputs):
+            return False
+        return any(error > self.rounding for error in (self.by_dtype[0].output_error, self.by_dtype[0].gradient_error))
+
 
 @dataclass
 class _Call:
@@ -253,12 +265,11 @@ def _sentence(check: ModuleCheck, own: _Outcome) -> str:
                 else "not finite in float64 either: the formula has no value there"
             )
             return f"{where}, from finite inputs: its {what} is not finite, and {rest}."
-    eps = max((torch.finfo(t).eps for t in _dtypes(check)), default=torch.finfo(torch.float32).eps)
     for what, error in (("output", run.output_error), ("gradient", run.gradient_error)):
-        if error > ULPS * eps:
+        if error > check.rounding:
             return (
                 f"{where}: finite, but its {what} is {error:.2g} of its size away from float64, where rounding explains"
-                f" {ULPS * eps:.2g}: the computation is wrong or ill-conditioned."
+                f" {check.rounding:.2g}: the computation is wrong or ill-conditioned."
             )
     return f"{where}: finite, and within {run.output_error:.2g} of float64."
 

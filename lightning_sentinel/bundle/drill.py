@@ -31,7 +31,9 @@ class Drill:
     @classmethod
     def recorded(cls, config: Mapping[str, Any] | None) -> Drill:
         """The faults of every ``FaultInjector`` among the configuration's callbacks."""
-        return cls([fault for node in _injectors(config or {}) for fault in build(node, "callbacks").faults])
+        return cls(
+            [fault for node in recorded_callbacks(config or {}, _INJECTOR) for fault in build(node, "callbacks").faults]
+        )
 
     @staticmethod
     def remembered(trainer: Trainer) -> dict[str, dict[str, Any]]:
@@ -100,9 +102,10 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _injectors(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def recorded_callbacks(config: Mapping[str, Any], name: str) -> Iterator[Mapping[str, Any]]:
+    """Nodes of the configuration's callbacks of one class."""
     callbacks = config.get("callbacks") or config.get("trainer", {}).get("callbacks") or {}
     nodes = callbacks.values() if isinstance(callbacks, Mapping) else callbacks
     for node in nodes:
-        if isinstance(node, Mapping) and str(node.get("_target_", "")).rpartition(".")[2] == _INJECTOR:
+        if isinstance(node, Mapping) and str(node.get("_target_", "")).rpartition(".")[2] == name:
             yield node

@@ -26,18 +26,20 @@ from ..checkpoint.describe import library_versions
 from ..checkpoint.plain import decode
 from ..context import context_of
 from ..data.identity import SampleIdFn, batch_hash
+from ..incidents import Finding, Verdict
 from ..journal import number
 from ..record import SIGNAL_INDEX
 from ..state import lightning_private as private
 from ..triage.replay import ReplayResult, replay
 from ..triage.window import MicroBatch, StepWindow, tensors
 from .alone import ModuleCheck, module_alone
-from .drill import Drill
+from .drill import Drill, recorded_callbacks
 from .fetch import FetchError, fetch_batch
 from .reading import Bundle, BundleError
 from .rebuild import code_from, rebuild
 from .session import in_session, load_weights, place
 from .update import UpdateCheck, checkpoint_of, update_of
+from .verdict import agreement, in_words, verdict_of
 
 AS_RUN = "as in the run"
 # Another device, another version or another number of threads sums in another order: 32 bits agree to about 1e-6 of the
@@ -116,7 +118,9 @@ class ReplayReport:
         reproduced: Whether every rank's step came out as recorded: same bits, or the same kind of non-finite value.
         outcome: The ranks' worst outcome.
         sentence: All of it in words.
+        verdict: What this replay alone says of the cause: kind, culprits, and why in a sentence.
         recorded_verdict: What the run's own examination said.
+        agrees: Whether both name the same kind and a common culprit; None where one of them is undetermined.
         ranks: By rank.
         module: What one module gave alone, if asked for.
         reduction: Gradient norm of the mean over ranks against the recorded one, where all ranks could be replayed.
@@ -132,6 +136,8 @@ class ReplayReport:
     sentence: str
     recorded_verdict: str
     ranks: list[RankReplay]
+    verdict: Verdict = field(default_factory=Verdict)
+    agrees: bool | None = None
     module: ModuleCheck | None = None
     reduction: dict[str, Any] | None = None
     update: UpdateCheck | None = None
@@ -204,8 +210,13 @@ def replay_incident(
             tick("building model and data", 0)
             model, made = rebuild(bundle.run["config"], rebuild_with)
             datamodule = datamodule or made
-        faults = Drill.recorded(bundle.run["config"]) if drill else Drill([])
-        work = _Work(bundle, chosen, dtype, module, sample_id_fn, faults, update, tick)
+        faults = Drill.recorded(bundle.run["config"])
+        left_out = [] if drill else faults.names
+        work = _Work(bundle, chosen, dtype, module, sample_id_fn, faults if drill else Drill([]), update, tick)
+        if left_out:
+            work.doubts.append(
+                f"it leaves out the faults that the recorded configuration injects: {', '.join(left_out)}."
+            )
         report: ReplayReport = in_session(bundle, model, datamodule, device, work)
     report.seconds = round(time.monotonic() - started, 3)
     return report
@@ -238,6 +249,8 @@ class _Work:
         self.bundle, self.ranks, self.dtype, self.path = bundle, ranks, dtype, module
         self.sample_id_fn, self.drill, self.tick = sample_id_fn, drill, tick
         self.notes: list[str] = []
+        self.doubts: list[str] = []  # of the notes, those by which the replay may differ from the step
+        self.invalid: list[Finding] = []
         self.exact_state = True
         self.alone: ModuleCheck | None = None
         self.mean_gradient: dict[str, Tensor] | None = {}
@@ -262,6 +275,10 @@ class _Work:
             load_weights(module, self._weights(self.ranks[0]))
             report.update = update_of(trainer, module, self._optimizer(trainer), self.bundle, self._gradient())
             report.sentence = f"{report.sentence} {report.update.sentence}"
+        signals = [SIGNAL_INDEX["nonfinite_loss"], SIGNAL_INDEX["nonfinite_grads"]]
+        recorded = any(number(row[i]) > 0 for row in self.bundle.run["record"] for i in signals)
+        report.verdict = verdict_of(report, self.invalid, nonfinite_recorded=recorded, doubts=self.doubts)
+        report.agrees = agreement(report.verdict, self.bundle.incident.verdict)
         return report
 
     # --------------------------------------------------------------------------------------------------- one rank
@@ -273,7 +290,8 @@ class _Work:
                 f"{self.bundle.path} holds no micro-batch of rank {rank}: {self._why_no_window()}."
                 " There is nothing to replay; incident.json has the evidence."
             )
-        self.notes += [n for n in place(trainer, module, self.bundle, part) if n not in self.notes]
+        for note in place(trainer, module, self.bundle, part):
+            self._note(note, doubt=True)
         load_weights(module, self._weights(rank))
         window, row = self._window(trainer, module, part, rank)
         recorded = [float(x) for x in part["live_losses"]]
@@ -399,9 +417,10 @@ class _Work:
         behind = self.bundle.step - int(reference["step"])
         if behind and self.exact_state:
             self.exact_state = False
-            self.notes.append(
+            self._note(
                 f"The bundle holds no weights ({state['why_not']}): these are of the checkpoint of step"
-                f" {reference['step']}, {behind} step{'s' if behind > 1 else ''} older than the incident's."
+                f" {reference['step']}, {behind} step{'s' if behind > 1 else ''} older than the incident's.",
+                doubt=True,
             )
         return weights
 
@@ -431,7 +450,8 @@ class _Work:
                 )
             )
             if micro["changed_in_place"]:
-                self._note("training_step changes its batch in place: the replay sees it as it was left.")
+                self._note("training_step changes its batch in place: the replay sees it as it was left.", doubt=True)
+        self._check_inputs(window, rank)
         captured = not equal
         if not captured and not all(equal):
             self._note(
@@ -440,7 +460,8 @@ class _Work:
                     " were taken out of the batch by the run's validator, and are in it here."
                     if any(f.evidence.get("neutralised") for f in self.bundle.incident.findings)
                     else " were changed between their source and the step, or the source has changed since."
-                )
+                ),
+                doubt=True,
             )
         row = RankReplay(
             rank,
@@ -452,6 +473,21 @@ class _Work:
             True,
         )
         return window, row
+
+    def _check_inputs(self, window: StepWindow, rank: int) -> None:
+        """What the run's ``BatchValidator``, or one with its defaults, says of the step's batches."""
+        from ..callbacks.batch_validator import BatchValidator  # callbacks import this package
+
+        config = self.bundle.run["config"]
+        nodes = [{}] if config is None else list(recorded_callbacks(config, BatchValidator.__name__))
+        for node in nodes[:1]:  # a configured run without one has not wanted its inputs checked
+            options = {k: node[k] for k in ("vocabulary_size", "ignore_index", "targets_key") if k in node}
+            try:
+                validator = BatchValidator(**options, sample_id_fn=self.sample_id_fn, repeats="allow")
+                for micro in window.micro_batches:
+                    self.invalid += validator.check(micro.batch, step=window.step, rank=rank)
+            except Exception as error:  # a batch of whatever kind: the replay itself does without
+                self._note(f"The inputs could not be checked: {type(error).__name__}: {error}"[:300])
 
     def _batch(self, trainer: Trainer, module: LightningModule, micro: dict[str, Any]) -> Any:
         """The micro-batch on the device, from the bundle or fetched again."""
@@ -484,25 +520,29 @@ class _Work:
         if cuda and torch.cuda.is_available() and torch.cuda.device_count() == len(cuda):
             found["torch.cuda"] = cuda
         elif cuda:
-            self._note("Random numbers that the run drew on its GPU (dropout, for one) are drawn anew here.")
+            self._note(
+                "Random numbers that the run drew on its GPU (dropout, for one) are drawn anew here.", doubt=True
+            )
         return found
 
     def _environment(self, trainer: Trainer) -> None:
         ran_on, here = str(self.bundle.run["trainer"]["device"]), str(trainer.strategy.root_device)
         if torch.device(ran_on).type != torch.device(here).type:
-            self._note(f"The run computed on {ran_on}, this is {here}: the last bits may differ.")
+            self._note(f"The run computed on {ran_on}, this is {here}: the last bits may differ.", doubt=True)
         then, now = self.bundle.run["versions"], library_versions()
         other = [f"{n} {then[n]}, here {now[n]}" for n in TELLING if n in then and n in now and then[n] != now[n]]
         if other:
-            self._note(f"Other versions than the run's: {'; '.join(other)}.")
+            self._note(f"Other versions than the run's: {'; '.join(other)}.", doubt=True)
         if self.drill.names:
             self._note(
                 f"The recorded configuration injects faults, and so does this replay: {', '.join(self.drill.names)}."
             )
 
-    def _note(self, sentence: str) -> None:
+    def _note(self, sentence: str, *, doubt: bool = False) -> None:
         if sentence not in self.notes:
             self.notes.append(sentence)
+            if doubt:
+                self.doubts.append(sentence)
 
     # -------------------------------------------------------------------------------------------------- the verdict
 
@@ -510,8 +550,6 @@ class _Work:
         order = ("reproduced", "close", "different", "raised", "not reproduced")
         outcome = max((r.outcome for r in found), key=order.index)
         reduction = self._reduction()
-        verdict = self.bundle.incident.verdict
-        recorded = f"{verdict.kind} {', '.join(verdict.culprits)}".strip()
         sentences = [self._words(row) for row in found]
         if reduction is not None and not reduction["equal"]:
             sentences.append(
@@ -526,7 +564,7 @@ class _Work:
             reproduced=outcome == "reproduced",
             outcome=outcome,
             sentence=" ".join(sentences),
-            recorded_verdict=recorded,
+            recorded_verdict=in_words(self.bundle.incident.verdict),
             ranks=found,
             module=self.alone,
             reduction=reduction,

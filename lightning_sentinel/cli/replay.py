@@ -95,7 +95,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def print_report(report: ReplayReport) -> None:
-    """The report as text: what was recorded, what came out by rank and dtype, what was not as it was."""
+    """The report as text: what was recorded, what came out by rank and dtype, the verdict, what was not as it was."""
+    from ..bundle.verdict import in_words
+
     print(f"Incident {report.incident}, step {report.step}. The run's verdict: {report.recorded_verdict}.")
     for row in report.ranks:
         batch = row.batch if row.batch_equal is not False else "fetched, but not what the step was computed from"
@@ -118,5 +120,7 @@ def print_report(report: ReplayReport) -> None:
             )
             print(f"  {report.module.path} in {one.dtype}: {what}")
     print(report.sentence)
+    agrees = {True: ", as the run's", False: ", unlike the run's", None: ""}[report.agrees]
+    print(f"The replay's verdict: {in_words(report.verdict)}{agrees}: {report.verdict.sentence}")
     for note in report.notes:
         print(f"Note: {note}")

@@ -112,6 +112,8 @@ def test_a_nan_is_reproduced_named_and_not_cured_by_float64(nan_run: Path, capsy
         "forward",
     )
     assert first["samples"] == [row["samples"][0][0]]  # the fault hits the first sample of the batch
+    assert (report["verdict"]["kind"], report["verdict"]["culprits"]) == ("numerics", ["module:model.layers.2.mixer"])
+    assert (report["recorded_verdict"], report["agrees"]) == ("numerics module:model.layers.2.mixer", True)
     alone = report["module"]
     assert alone["path"] == "model.layers.2.mixer"
     assert [(d["dtype"], d["output_finite"]) for d in alone["by_dtype"]] == [
@@ -151,6 +153,10 @@ def test_without_the_injected_fault_the_same_step_is_finite(nan_run: Path, capsy
     assert wide["losses"] == pytest.approx(run["losses"], rel=1e-4)
     assert wide["losses"] != run["losses"]
     assert "nothing in weights, data or random state explains it" in report["sentence"]
+    assert (report["verdict"]["kind"], report["agrees"]) == ("undetermined", None)
+    assert (
+        "it leaves out the faults that the recorded configuration injects: nan_forward" in report["verdict"]["sentence"]
+    )
 
 
 def test_a_fault_in_earlier_samples_does_not_strike_in_the_replay_of_a_later_step(
@@ -234,6 +240,8 @@ def test_a_batch_without_supervision_is_nan_from_the_captured_batch_and_fine_fro
     (row,) = report["ranks"]
     assert (code, row["outcome"], row["batch"], row["equal"]) == (0, "reproduced", "captured", True)
     assert row["recorded"] == ["nan"]
+    assert (report["verdict"]["kind"], report["agrees"]) == ("data", True)
+    assert report["verdict"]["culprits"] == [f"sample:{s}" for s in row["samples"][0]]
     # Without the batch, its samples come from their source, where nothing is wrong with them.
     other = tmp_path / "ids"
     train(other, "trainer.max_steps=4", "faults=no_supervised_tokens", "faults.no_supervised_tokens.step=2")
@@ -265,6 +273,7 @@ def test_an_overflow_of_fp16_is_finite_in_float64(tmp_path: Path, capsys: pytest
     ]
     assert row["computed"][0]["first"]["module"] == "model.layers.0.mixer"
     assert "In float64 it is finite" in report["sentence"]
+    assert (report["verdict"]["kind"], report["verdict"]["culprits"]) == ("numerics", ["module:model.layers.0.mixer"])
     alone = {d["dtype"]: d for d in report["module"]["by_dtype"]}
     assert not alone["as in the run"]["output_finite"]
     assert alone["float32"]["largest"] > 65_504 > alone["as in the run"]["largest"]

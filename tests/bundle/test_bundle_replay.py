@@ -24,6 +24,7 @@ import lightning_sentinel
 from lightning_sentinel.bundle.reading import Bundle, BundleError
 from lightning_sentinel.bundle.rebuild import RebuildError
 from lightning_sentinel.bundle.replay import AS_RUN
+from lightning_sentinel.bundle.verdict import verdict_of
 from lightning_sentinel.checkpoint.atomic import Disk
 from lightning_sentinel.journal import read_journal
 
@@ -73,9 +74,46 @@ def test_a_broken_sample_is_named_and_a_repaired_one_is_another_batch(tmp_path: 
     assert (report.outcome, row.equal, row.batch_equal) == ("reproduced", True, True)
     assert first is not None
     assert (first["kind"], first["operator"], first["samples"]) == ("batch", "x", [f"s{BROKEN}"])
+    assert (report.verdict.kind, report.verdict.culprits) == ("data", (f"sample:s{BROKEN}",))
+    assert report.agrees is None  # the run was told not to examine
     repaired = lightning_sentinel.replay_incident(tmp_path, 1, Net(), Data(Samples(broken=False)))
     assert (repaired.outcome, repaired.ranks[0].batch_equal) == ("not reproduced", False)
+    assert (repaired.verdict.kind, repaired.verdict.culprits) == ("undetermined", ())
+    assert "are not what the step was computed from" in repaired.verdict.sentence
     assert "are not what the step was computed from" in repaired.notes[0]
+
+
+def test_a_fault_of_a_module_and_one_that_does_not_come_again_have_verdicts_of_their_own(tmp_path: Path) -> None:
+    class Zero(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x / torch.zeros_like(x) if self.strikes else x
+
+        strikes = False
+
+    class Faulty(Net):
+        def __init__(self, *steps: int) -> None:
+            super().__init__()
+            self.drop, self.steps = Zero(), steps
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.drop.strikes = self.trainer.global_step in self.steps
+            return super().training_step(batch, batch_idx)
+
+    fit(suite(tmp_path, capture_batch=True, triage=True), Faulty(4), data=Data(Samples(broken=False)))
+    again = lightning_sentinel.replay_incident(tmp_path, 1, Faulty(4))
+    assert (again.outcome, again.verdict.kind, again.verdict.culprits) == ("reproduced", "numerics", ("module:drop",))
+    assert again.verdict.sentence == "the first non-finite value is made there."
+    assert (again.recorded_verdict, again.agrees) == ("numerics module:drop", True)
+    # A model that does not do it again stands for hardware that did it once: nothing in the bundle explains it.
+    once = lightning_sentinel.replay_incident(tmp_path, 1, Faulty())
+    assert (once.outcome, once.verdict.kind, once.verdict.culprits) == ("not reproduced", "infrastructure", ("rank:0",))
+    assert (once.verdict.reproducible, once.agrees) == (False, False)
+    assert "transient, or state outside of them" in once.verdict.sentence
+    once.ranks[0].recorded_finite = True  # only the gradient was not finite, on a rank that is not told
+    one = verdict_of(once, [], nonfinite_recorded=True, doubts=[])
+    assert (one.kind, one.culprits) == ("undetermined", ())
+    doubtful = verdict_of(once, [], nonfinite_recorded=True, doubts=["The weights are older."])
+    assert doubtful.sentence == "not reproduced, but the replay may differ from the step: The weights are older."
 
 
 def test_what_cannot_be_fetched_again_is_said_with_what_to_do(tmp_path: Path) -> None:
@@ -173,13 +211,17 @@ def test_one_module_alone_shows_a_finite_wrong_backward(tmp_path: Path) -> None:
             self.drop = Kernel()
 
     fit(suite(tmp_path, 2, capture_batch=True), Odd(), data=Data(Samples(broken=False)))
-    check = lightning_sentinel.replay_incident(tmp_path, 1, Odd(), module="drop").module
+    report = lightning_sentinel.replay_incident(tmp_path, 1, Odd(), module="drop")
+    check = report.module
     assert check is not None
     run = check.by_dtype[0]
     assert run.output_error < 1e-6
     assert run.gradient_error == pytest.approx(0.3, abs=1e-3)
     assert "its gradient is 0.3 of its size away from float64" in check.sentence
-    healthy = lightning_sentinel.replay_incident(tmp_path, 1, Odd(), module="first").module
+    assert (report.verdict.kind, report.verdict.culprits) == ("numerics", ("module:drop",))
+    other = lightning_sentinel.replay_incident(tmp_path, 1, Odd(), module="first")
+    assert (other.verdict.kind, other.verdict.culprits, other.verdict.reproducible) == ("undetermined", (), True)
+    healthy = other.module
     assert healthy is not None
     assert "finite, and within" in healthy.sentence
 
