@@ -25,6 +25,7 @@ KEPT_CALLS = 16  # a module that is called more often in a step is looked at in 
 # Relative distance from float64 beyond which more than rounding has happened: a thousand units in the last place, which a
 # long sum may lose, and which a wrong formula exceeds by far.
 ULPS = 1000.0
+_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}  # narrower than inputs that are float32
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,13 @@ class ModuleCheck:
     inputs: list[dict[str, Any]]
     by_dtype: list[InDtype] = field(default_factory=list)
     sentence: str = ""
+    precision: str = ""
 
     @property
     def rounding(self) -> float:
         """Relative distance from float64 that rounding explains."""
-        return ULPS * max((torch.finfo(t).eps for t in _dtypes(self)), default=torch.finfo(torch.float32).eps)
+        dtypes = [*_dtypes(self), *([_AUTOCAST[self.precision]] if self.precision in _AUTOCAST else [])]
+        return ULPS * max((torch.finfo(t).eps for t in dtypes), default=torch.finfo(torch.float32).eps)
 
     @property
     def wrong(self) -> bool:
@@ -104,7 +107,8 @@ def module_alone(
         return ModuleCheck(path, kind, 0, 0, [], sentence=f"{kind} {path} is not called in this step.")
     call = next((c for c in calls if c.bad or any(g is not None and is_bad(g) for g in c.grads)), calls[0])
     inputs = [vars(Range.of(t)) for t in tensors((call.args, call.kwargs)) if t.is_floating_point()]
-    check = ModuleCheck(path, kind, call.micro_batch, len(calls), inputs)
+    precision = str(getattr(trainer.precision_plugin, "precision", ""))
+    check = ModuleCheck(path, kind, call.micro_batch, len(calls), inputs, precision=precision)
     names: list[str | None] = [None, "float32", "float64", *([dtype] if dtype else [])]
     outcomes = {n: _compute(trainer, module, optimizer, window, target, call, n) for n in dict.fromkeys(names)}
     reference = outcomes["float64"]

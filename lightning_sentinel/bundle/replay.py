@@ -210,16 +210,21 @@ def replay_incident(
             tick("building model and data", 0)
             model, made = rebuild(bundle.run["config"], rebuild_with)
             datamodule = datamodule or made
-        faults = Drill.recorded(bundle.run["config"])
-        left_out = [] if drill else faults.names
-        work = _Work(bundle, chosen, dtype, module, sample_id_fn, faults if drill else Drill([]), update, tick)
-        if left_out:
-            work.doubts.append(
-                f"it leaves out the faults that the recorded configuration injects: {', '.join(left_out)}."
-            )
+        faults = Drill.recorded(bundle.run["config"]) if drill else Drill([])
+        work = _Work(bundle, chosen, dtype, module, sample_id_fn, faults, update, tick)
+        if not drill and (left_out := _left_out(bundle)):
+            work.doubts.append(f"it leaves out the faults that the recorded configuration injects: {left_out}.")
         report: ReplayReport = in_session(bundle, model, datamodule, device, work)
     report.seconds = round(time.monotonic() - started, 3)
     return report
+
+
+def _left_out(bundle: Bundle) -> str:
+    """Names of the faults that a replay without them leaves out; empty where the run injected none."""
+    try:
+        return ", ".join(Drill.recorded(bundle.run["config"]).names)
+    except Exception as error:  # whoever leaves the faults out may not have their code
+        return f"they cannot be built here ({type(error).__name__}: {error})"[:300]
 
 
 def _ranks(bundle: Bundle, ranks: Sequence[int] | None) -> list[int]:

@@ -226,6 +226,17 @@ def test_one_module_alone_shows_a_finite_wrong_backward(tmp_path: Path) -> None:
     assert "finite, and within" in healthy.sentence
 
 
+def test_a_module_under_autocast_is_not_blamed_for_its_16_bits(tmp_path: Path) -> None:
+    fit(suite(tmp_path, 2, capture_batch=True), data=Data(Samples(broken=False)), precision="bf16-mixed")
+    report = lightning_sentinel.replay_incident(tmp_path, 1, Net(), module="first")
+    assert report.module is not None
+    assert report.module.precision == "bf16-mixed"
+    # Far beyond what a thousand units in the last place of its inputs' float32 would explain.
+    assert 1e-3 < report.module.by_dtype[0].output_error < 1e-2
+    assert "finite, and within" in report.module.sentence
+    assert (report.verdict.kind, report.verdict.culprits) == ("undetermined", ())
+
+
 # ------------------------------------------------------------------------------------------------- what is not captured
 
 
