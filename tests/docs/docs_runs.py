@@ -77,7 +77,8 @@ def faults_of(words: Sequence[str]) -> list[str]:
 
 def shortening(words: Sequence[str]) -> list[str]:
     """Further overrides that make a run of the example short, with every fault it names still striking, and seen."""
-    quiet = [q for q in QUIET if not any(w.startswith(q.partition("=")[0] + "=") for w in words)]
+    there = [q for q in QUIET if not (q.startswith("callbacks.") and "callbacks=none" in words)]
+    quiet = [q for q in there if not any(w.startswith(q.partition("=")[0] + "=") for w in words)]
     if FULL or (any(w.startswith("trainer.max_steps=") for w in words) and "model=tiny" in words):
         return quiet
     more, steps = ([] if "trainer=fp16" in words else [*SMALL]), 4
