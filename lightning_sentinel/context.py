@@ -70,6 +70,8 @@ class RunContext:
         drawn: This rank's sample ids at every gate of the current path, ``(step, ids)``, newest last.
         unapplied: Steps on the current path, newest last, whose update was kept out of the weights.
         incidents: All incidents of this run, oldest first.
+        stopped_by: Number of the incident whose ladder ended in ``stop`` in this fit, or None. It is closed as escalated,
+            but the state is no better for it: nothing that is saved from then on is a clean restart point.
         ledger: Who is quarantined, since when and why; None until a callback needs it.
         infra_events: Recent infrastructure events, as the user's launcher reported them.
         restart_step: Step at which this process resumed, or None.
@@ -95,6 +97,7 @@ class RunContext:
         self.drawn: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=4096)
         self.unapplied: deque[int] = deque(maxlen=256)
         self.incidents: list[Incident] = []
+        self.stopped_by: int | None = None
         self.ledger: QuarantineLedger | None = None
         self.infra_events: deque[dict[str, Any]] = deque(maxlen=64)
         self.restart_step: int | None = None
@@ -137,6 +140,10 @@ class RunContext:
     def weights_untouched_since(self, since: int, step: int) -> bool:
         """True if no update of the steps ``since .. step - 1`` has reached the weights."""
         return step - since <= len(self.unapplied) and set(range(since, step)) <= set(self.unapplied)
+
+    def unsolved(self) -> list[Incident]:
+        """Incidents that are open, and the one that stops the run."""
+        return [i for i in self.incidents if i.is_open or i.number == self.stopped_by]
 
     def write(self, trainer: Trainer, event: str, **fields: Any) -> None:
         """Write one event at the trainer's current step."""

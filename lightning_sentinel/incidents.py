@@ -68,7 +68,7 @@ class Action(StrEnum):
 class IncidentStatus(StrEnum):
     OPEN = "open"
     RECOVERED = "recovered"  # back on the path after an action (or by itself)
-    ESCALATED = "escalated"  # budgets spent or it grew into something worse
+    ESCALATED = "escalated"  # the ladder ended in stop, or the loss did not come back to its path
     RESOLVED = "resolved"  # closed without an action of ours (observe, or a person said so)
 
 

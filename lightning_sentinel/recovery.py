@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .detectors.forecast import ForecastBand
-from .incidents import FindingKind, Incident, IncidentStatus, Spent
+from .incidents import Action, FindingKind, Incident, IncidentStatus, Spent
 from .record import SOURCE_TOKENS, StepRecord, weighted_mean
 
 MIN_HISTORY = 8  # losses that a forecast needs at least
@@ -146,3 +146,11 @@ def close(incident: Incident, step: int, path_z: float | None, limit: float, pro
         incident.closing = (
             f"not back on the path: {path_z:+.1f} sigma from the forecast made before the incident (at most {limit:g})"
         )
+
+
+def give_up(incident: Incident, step: int, case: str) -> None:
+    """Close an incident as escalated: its ladder has ended in ``stop``, the newest of its actions."""
+    incident.status, incident.closed_step = IncidentStatus.ESCALATED, step
+    tried = [str(a["action"]) for a in incident.actions[:-1] if a["action"] != Action.NONE]
+    why = f"{', '.join(tried)} did not help" if tried else "nothing could be done"
+    incident.closing = f"the run stops at step {step}: {why}, and {case} has no further answer"

@@ -160,6 +160,7 @@ class IncidentResponse(SentinelCallback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.stop_reason = None
         self._context = self.context(trainer)
+        self._context.stopped_by = None
         self.actuator.attach(trainer)
         ensure_capture(trainer)
 
@@ -360,7 +361,7 @@ class IncidentResponse(SentinelCallback):
                 [*context.incidents, *(i for i in saved if i.number not in known)], key=lambda i: i.number
             )
             self._saved_incidents = []
-        still_open = {i.number for i in context.incidents if i.is_open}
+        still_open = {i.number for i in context.unsolved()}
         if self._watched.keys() != still_open:
             self._watched = {n: w for n, w in self._watched.items() if n in still_open}
             for number in still_open - self._watched.keys():
@@ -422,11 +423,14 @@ class IncidentResponse(SentinelCallback):
         choice = self.policy.choose(situation)
         watch.answers += choice.action is not Action.NONE
         watch.last_step = record.step
+        was_open = incident.is_open
         self._act(trainer, optimizer, record, incident, watch, choice, since)
         named = frozenset(c for f in incident.findings for c in f.culprits)
         told = (frozenset(incident.kinds), named, incident.verdict, len(incident.actions))
         # Replicas that differ are looked at again and again: the same once more, with nothing done about it, is no news.
-        if not (kinds == {FindingKind.REPLICA_DRIFT} and told == watch.told):
+        if was_open and not incident.is_open:
+            self._journal_incident(trainer, incident, "closed")
+        elif not (kinds == {FindingKind.REPLICA_DRIFT} and told == watch.told):
             self._journal_incident(trainer, incident, "updated")
         watch.told = told
 
@@ -436,10 +440,14 @@ class IncidentResponse(SentinelCallback):
         kinds = {f.kind for f in findings}
         named = {c for f in findings for c in f.culprits if not c.startswith("sample:")}
         # A replay that passes an earlier incident's step may meet that trouble again: it is not what made the run go back.
-        earlier = any(not i.is_open and i.opened_step == record.step and kinds & i.kinds for i in context.incidents)
-        for incident in [] if earlier else reversed(context.incidents):
+        unsolved = context.unsolved()
+        over = [i for i in context.incidents if not i.is_open and i.number != context.stopped_by]
+        earlier = any(i.opened_step == record.step and kinds & i.kinds for i in over)
+        for incident in reversed(unsolved):
+            if earlier and not (incident.opened_step == record.step and kinds & incident.kinds):
+                continue
             watch = self._watched.get(incident.number)
-            if not incident.is_open or watch is None or (kinds == _SLOW) is not (incident.kinds == _SLOW):
+            if watch is None or (kinds == _SLOW) is not (incident.kinds == _SLOW):
                 continue
             near = min(f.since_step for f in findings) <= watch.last_step + 1
             same = bool(kinds & incident.kinds - REPORT_ONLY) and not (kinds & _SINGLE_STEP)
@@ -626,6 +634,10 @@ class IncidentResponse(SentinelCallback):
             self._restore_optimizer(trainer, optimizer, since, watch.case)
         elif action is Action.STOP:
             self.actuator.hold(trainer, optimizer)
+            if incident.is_open:
+                context.stopped_by = incident.number
+                recovery.give_up(incident, record.step, watch.case)
+                self._say_closed(trainer, incident)
             self.stop_reason = self._last_words(record, incident)
             log_of(trainer).error("%s%s", self.stop_reason, look(trainer))
         if names:
@@ -731,12 +743,16 @@ class IncidentResponse(SentinelCallback):
             recovery.close(incident, record.step, path_z, self.recovered_z, len(watch.healthy))
             del self._watched[incident.number]
             self._journal_incident(trainer, incident, "closed")
-            level = logging.INFO if incident.status is IncidentStatus.RECOVERED else logging.ERROR
-            words = (incident.number, incident.status, incident.closing, look(trainer))
-            log_of(trainer).log(level, "incident %d %s: %s.%s", *words)
+            self._say_closed(trainer, incident)
             checkpoint = find_callback(trainer, ForensicCheckpoint)
             if checkpoint is not None:
                 checkpoint.on_recovered(trainer, incident.number)
+
+    @staticmethod
+    def _say_closed(trainer: Trainer, incident: Incident) -> None:
+        level = logging.INFO if incident.status is IncidentStatus.RECOVERED else logging.ERROR
+        words = (incident.number, incident.status, incident.closing, look(trainer))
+        log_of(trainer).log(level, "incident %d %s: %s.%s", *words)
 
     def _gone(self, trainer: Trainer) -> frozenset[str]:
         """Sources that are quarantined: the path is then compared on the sources that are left."""
@@ -748,7 +764,7 @@ class IncidentResponse(SentinelCallback):
     def _mark_healthy(self, trainer: Trainer, record: StepRecord, window: StepWindow | None = None) -> None:
         mark_healthy(trainer, window)
         context = self.context(trainer)
-        if not context.snapshots or any(i.is_open and i.kinds - REPORT_ONLY for i in context.incidents):
+        if not context.snapshots or any(i.kinds - REPORT_ONLY for i in context.unsolved()):
             return
         rollback = find_callback(trainer, Rollback)
         if rollback is not None:

@@ -288,7 +288,8 @@ class RunJournal(SentinelCallback):
         # by the next one, or by the fit's end.
         pause = max(self.report_every_seconds, REPORT_SHARE * self._report_seconds)
         due = time.monotonic() - self._reported_at >= pause
-        if self.status.changes > self._reported_changes and due and self._reporter is None:
+        ending = self.status.stopped  # the page is made at the end, which is now
+        if self.status.changes > self._reported_changes and due and not ending and self._reporter is None:
             self._reported_changes, self._reported_at = self.status.changes, time.monotonic()
             self._journal.flush()
             self._reporter = _start_reporter(self._journal.run_dir)
@@ -479,7 +480,8 @@ class Status:
             >>> Status().line
             'ok'
         """
-        parts = [f"{len(self.open)} open (#{max(self.open)})" if self.open else "ok"]
+        calm = "stopped" if self.stopped else "ok"
+        parts = [f"{len(self.open)} open (#{max(self.open)})" if self.open else calm]
         if self.last_action:
             parts.append(self.last_action)
         if self.known_good is not None:

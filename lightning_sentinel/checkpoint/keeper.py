@@ -362,9 +362,8 @@ def _now(trainer: Trainer) -> Moment:
 
 
 def open_incidents(trainer: Trainer) -> list[Incident]:
-    """Open incidents that concern the training state (a straggler does not)."""
-    incidents = context_of(trainer).incidents
-    return [i for i in incidents if i.is_open and (not i.kinds or i.kinds - REPORT_ONLY)]
+    """Open incidents that concern the training state (a straggler does not), and the one that stops the run."""
+    return [i for i in context_of(trainer).unsolved() if not i.kinds or i.kinds - REPORT_ONLY]
 
 
 def _status_at_save(trainer: Trainer) -> StatusAtSave:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -16,12 +17,21 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from sentinel_kit import Loader, Net, Sink, make_trainer, same_bits, weights
 
-from lightning_sentinel import IncidentResponse, NonFiniteTracer, RankTelemetry, Rollback, RunJournal
+from lightning_sentinel import (
+    ForensicCheckpoint,
+    IncidentResponse,
+    NonFiniteTracer,
+    RankTelemetry,
+    Rollback,
+    RunJournal,
+)
 from lightning_sentinel.callbacks.incident_response import EXIT_CODE_STOPPED, TrainingStopped
 from lightning_sentinel.context import context_of
 from lightning_sentinel.incidents import Finding, FindingKind
 from lightning_sentinel.journal import read_journal
 from lightning_sentinel.record import StepRecord
+from lightning_sentinel.report.data import load_run
+from lightning_sentinel.report.summary import summarise
 
 NAN = math.nan
 
@@ -158,10 +168,23 @@ def test_an_incident_that_does_not_come_back_is_an_error(caplog: pytest.LogCaptu
 
 def test_a_run_that_cannot_be_helped_stops_visibly_with_its_exit_code(caplog: pytest.LogCaptureFixture) -> None:
     module = net(gains=dict.fromkeys(range(30, 200), NAN))
+    trainer, sink = make_trainer(suite(mode="recover"), max_steps=200)
+    torch.manual_seed(7)
     with pytest.raises(TrainingStopped) as stopped:
-        fit(module, suite(mode="recover"), max_steps=200)
+        trainer.fit(module, Loader())
     assert stopped.value.code == EXIT_CODE_STOPPED == 77
     words = str(stopped.value)
+    (incident,) = incidents(trainer)
+    step = incident.actions[-1]["step"]
+    tried = ", ".join(a["action"] for a in incident.actions[:-1])
+    assert (incident.status, incident.closed_step) == ("escalated", step)
+    assert incident.closing == (
+        f"the run stops at step {step}: {tried} did not help, and numerics/step has no further answer"
+    )
+    assert [e["incident"] for e in sink.named("incident.closed")] == [incident.to_dict()]
+    assert sink.named("incident.opened", "incident.updated", "incident.closed")[-1]["event"] == "incident.closed"
+    errors = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+    assert errors == [f"incident 1 escalated: {incident.closing}.", words]
     assert "incident 1 (numerics" in words
     assert words.index("skip_step") < words.index("rollback_skip") or "rollback_skip" not in words
     assert all(torch.isfinite(p).all() for p in module.parameters())
@@ -226,8 +249,46 @@ print("never reached")
     assert "rollback_skip" in last
     assert "stop (numerics/step, answer 5)" in last
     assert "Exit code 77." in last
-    ended = [e for e in read_journal(tmp_path / "run") if e["event"] == "run.ended"]
-    assert [e["status"] for e in ended] == ["stopped"]
+    events = list(read_journal(tmp_path / "run"))
+    assert [e["status"] for e in events if e["event"] == "run.ended"] == ["stopped"]
+    [closed] = [e["incident"] for e in events if e["event"] == "incident.closed"]
+    [bundle] = (tmp_path / "run").rglob("incident.json")
+    assert json.loads(bundle.read_text())["incident"]["status"] == closed["status"] == "escalated"
+    assert [e for e in events if e["event"] == "checkpoint.known_good" and e["checkpoint_step"] > 30] == []
+    summary = summarise(load_run(tmp_path / "run"))
+    assert summary["headline"] == "The run was stopped by the policy; 1 incident: 1 escalated."
+    assert summary["open_incidents"] == []
+
+
+def test_a_run_that_was_stopped_goes_on_from_before_the_incident_which_stays_escalated(tmp_path: Path) -> None:
+    def start(gains: dict[int, float], steps: int) -> L.Trainer:
+        saver = ForensicCheckpoint(every_n_steps=10, probation_steps=8)
+        callbacks = [RunJournal(tmp_path, report=False), *suite(mode="recover"), saver]
+        trainer, _ = make_trainer(callbacks, max_steps=steps)
+        torch.manual_seed(7)
+        try:
+            trainer.fit(net(gains=gains), Loader())
+        except TrainingStopped:
+            assert gains
+        return trainer
+
+    always = dict.fromkeys(range(35, 200), NAN)
+    first = start(always, 200)
+    assert [(i.number, i.status) for i in incidents(first)] == [(1, "escalated")]
+    saved = [e for e in read_journal(tmp_path) if e["event"] == "checkpoint.saved" and e["status"] != "exception"]
+    assert [e["checkpoint_step"] for e in saved] == [10, 20, 30]  # nothing that came after is a restart point
+    # Started again the trouble is there again, as an incident of its own; where it is not, the run goes through.
+    again = start(always, 200)
+    assert context_of(again).restart_step is not None
+    assert [(i.number, i.opened_step, i.status) for i in incidents(again)] == [
+        (1, 35, "escalated"),
+        (2, 35, "escalated"),
+    ]
+    mended = start({}, 60)
+    assert mended.global_step == 60
+    assert [(i.number, i.status) for i in incidents(mended)] == [(1, "escalated"), (2, "escalated")]
+    closed = [e["incident"]["number"] for e in read_journal(tmp_path) if e["event"] == "incident.closed"]
+    assert closed == [1, 2]
 
 
 def test_stop_without_raising() -> None:
@@ -236,6 +297,18 @@ def test_stop_without_raising() -> None:
     trainer, sink = fit(module, response, max_steps=200)
     assert trainer.global_step < 60
     assert sink.named("action.stop")[0]["incident"] == 1
+
+
+def test_steps_that_lightning_still_makes_after_a_stop_open_no_further_incident() -> None:
+    module = net(gains=dict.fromkeys(range(30, 200), NAN))
+    trainer, sink = fit(module, suite(mode="recover", exit_on_stop=False), max_steps=200, min_steps=45)
+    assert trainer.global_step >= 45  # skipped ones: the trainer's minimum holds
+    (incident,) = incidents(trainer)
+    assert (incident.status, incident.closed_step) == ("escalated", sink.named("action.stop")[0]["step"])
+    assert len(sink.named("action.stop")) > 1
+    assert len(sink.named("incident.closed")) == 1
+    assert [i.number for i in context_of(trainer).unsolved()] == [1]
+    assert all(torch.isfinite(p).all() for p in module.parameters())
 
 
 def test_a_temporary_rate_reduction_ends_and_the_schedule_never_saw_it() -> None:

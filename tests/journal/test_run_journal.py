@@ -343,9 +343,10 @@ def test_the_status_line_says_health_and_last_action() -> None:
     status.see("incident.closed", 9, {"incident": {"number": 3, "status": "recovered"}})
     status.see("checkpoint.known_good", 20, {"checkpoint_step": 10})
     assert status.line == "ok, skip_step@7, good@10"
-    assert status.closed == 1
+    assert status.changes == 2  # opened, closed
     status.see("action.stop", 30, {})
     assert status.stopped
+    assert status.line == "stopped, stop@30, good@10"
 
 
 @pytest.mark.parametrize("kind", ["tqdm", "rich"])
