@@ -350,3 +350,45 @@ def test_a_level_shift_of_one_source_is_that_sources(moved: list[int], kind: str
     assert verdict.since_step == STEP - 3
     if culprits:
         assert verdict.sample_ids == (f"s{(STEP % 12) * 4 + 1}", f"s{(STEP % 12) * 4 + 3}")
+
+
+class Descends(Smooth):
+    """Plain gradient descent: nothing bounds how far an update moves a weight, so only an experiment tells damage."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 1e-5)
+
+
+def test_bisection_finds_the_newest_snapshot_in_order() -> None:
+    verdict, _ = run(_weights, hurt_at=22, since=22, module=Descends(), max_forwards=40)
+    assert verdict is not None
+    [bisected] = [e for e in verdict.experiments if e.name == "bisected snapshots"]
+    assert (bisected.result, bisected.detail["steps"]) == ("in order until step 20", [10, 20, 30])
+    assert (verdict.kind, verdict.culprits, verdict.since_step) == (VerdictKind.UNDETERMINED, (), 20)
+    assert "The snapshot of step 20 is in order." in verdict.sentence
+
+
+class Jitters(Smooth):
+    """Its loss is another one every time it is computed, replays and healthy steps included; step ``STEP`` drew badly."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draws = torch.Generator().manual_seed(seed)
+        self.draw = lambda: float(torch.randn((), generator=draws))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rare = self.trainer.global_step == STEP and not is_replaying(self.trainer)
+        return super().training_step(batch, batch_idx) * 0.01 + 10.0 + (5.0 if rare else self.draw())
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+def test_a_difference_within_the_noise_of_healthy_replays_convicts_nobody(seed: int) -> None:
+    verdict, _ = run(None, module=Jitters(seed))
+    assert verdict is not None
+    [replayed] = [e for e in verdict.experiments if e.name == "replay"]
+    [noise], [spread], [live], [again] = (replayed.detail[k] for k in ("noise", "spread", "live", "losses"))
+    assert replayed.detail["bitwise_equal"] == [False]
+    assert live - again > 2.5  # most of the jump is gone
+    assert 0.0 < live - again < 4.0 * max(noise, spread)
+    assert verdict.kind is not VerdictKind.INFRASTRUCTURE
+    assert verdict.culprits == ()

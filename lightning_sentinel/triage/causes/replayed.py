@@ -38,17 +38,19 @@ class Replayed(Computation):
         again = self._again()
         noise = self._noise()
         live = [x for _, _, _, x in everyone]
-        # Only a difference that makes up for the jump convicts, and only beyond the noise of healthy steps' replays.
+        spread = [max(column) - min(column) for column in zip(losses, *again, strict=True)]
+        steady = [r for r in range(self.peers.size) if equal[r]]
+        # One healthy step is one draw of the noise; where nobody is steady, the replays of this step are further ones.
+        doubt = [float(n) if steady else max(float(n), w) for n, w in zip(noise, spread, strict=True)]
+        # Only a difference that makes up for the jump convicts, and only beyond the noise of replays.
         gone = [
             r
             for r in range(self.peers.size)
             if equal[r] is False
-            and live[r] - losses[r] >= max(HIGH * float(self.jump[r]), 4.0 * noise[r])
+            and live[r] - losses[r] >= max(HIGH * float(self.jump[r]), 4.0 * doubt[r])
             and self._is_jump(r)
         ]
-        spread = [max(column) - min(column) for column in zip(losses, *again, strict=True)]
         wavering = [r for r, width in enumerate(spread) if equal[r] is False and width > 4.0 * noise[r]]
-        steady = [r for r in range(self.peers.size) if equal[r]]
         detail |= {"again": again, "noise": noise, "spread": spread}
         outcome = "the jump is gone" if gone else "not equal to the bit, but as high"
         self.note("replay", outcome, one_off=[r for r in gone if r not in wavering], wavering=wavering, **detail)
