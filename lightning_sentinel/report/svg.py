@@ -147,11 +147,12 @@ def chart_svg(chart: Chart, description: str, sheet: Sheet = WIDE) -> str:
         body.append(f'<line class="rule" x1="{left}" x2="{edge}" y1="{top:.0f}" y2="{top:.0f}"/>')
     top += 16 if top > strip_top else 0
     for title, lines, log_scale in _panels(chart):
+        top += 12  # the title's line
         axis = _Axis(chart.x_range, _limits([line for _, line in lines], log_scale), top, 84, sheet, log_scale)
         body += _frame(axis, "", value_ticks(axis, few=True))
         body += [f'<path class="{css}" d="{axis.path(line)}"/>' for css, line in lines]
-        # Within the frame: on the side it would be longer than the panel is high.
-        body.append(f'<text class="inside" text-anchor="end" x="{edge - 8}" y="{top + 15:.0f}">{escape(title)}</text>')
+        # Above the frame: on the side it would be longer than the panel is high, and within it would lie on the lines.
+        body.append(f'<text class="inside" text-anchor="end" x="{edge}" y="{top - 5:.0f}">{escape(title)}</text>')
         spans.append((axis.top, axis.top + axis.height))
         top += axis.height + 16
     body += _incident_lines(chart, loss, spans)
@@ -179,7 +180,7 @@ def _panels(chart: Chart) -> list[tuple[str, list[tuple[str, Line]], bool]]:
     has_norms = any((np.isfinite(line.y) & (line.y > 0)).any() for _, line in gradient)
     # The plan stays readable: an abandoned excursion of the rate may be fifty times as high, and is cut.
     panels = (
-        [("gradient norm" + (", update (green)" if chart.update is not None else ""), gradient, True)]
+        [("gradient norm" + (", update (dashed)" if chart.update is not None else ""), gradient, True)]
         if has_norms
         else []
     )

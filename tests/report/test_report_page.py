@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -270,6 +271,53 @@ def test_a_run_that_needs_somebody_is_red_though_it_finished(
     page = (tmp_path / "report.html").read_text()
     assert f'<h1><span class="badge {colour}">finished</span>' in page
     assert ('<p class="next bad">' in page, '<p class="next">' in page) == (colour == "red", colour == "green")
+
+
+@pytest.mark.parametrize(
+    ("make", "lines"),
+    [
+        (
+            bad_rank,
+            {"gradient norm, update (dashed)": ["s-abandoned", "s-mean", "s-update"], "learning rate": ["s-mean"]},
+        ),
+        (
+            fp16_run,
+            {
+                "gradient norm, update (dashed)": ["s-mean", "s-update"],
+                "learning rate": ["s-mean"],
+                "loss scale": ["s-scale"],
+            },
+        ),
+    ],
+)
+def test_below_the_loss_each_panel_has_its_title_and_lines_on_the_same_axis(
+    tmp_path: Path, make: Callable[[Path], MadeRun], lines: dict[str, list[str]]
+) -> None:
+    make(tmp_path)
+    run = load_run(tmp_path)
+    for sheet in (WIDE, NARROW):
+        svg = chart_svg(build_chart(run, summarise(run)), "words", sheet)
+        frames = [
+            tuple(map(float, found))
+            for found in re.findall(r'<rect class="frame" x="(\S+)" y="(\S+)" width="(\S+)" height="(\S+)"', svg)
+        ]
+        titles = re.findall(r'<text class="inside" [^>]*y="(\S+)">([^<]*)<', svg)
+        assert [title for _, title in titles] == list(lines)
+        assert len(frames) == 1 + len(lines)
+        assert {(x, width) for x, _, width, _ in frames} == {(sheet.left, sheet.inner)}
+        paths = re.findall(r'<path class="line (s-[a-z]+)[^"]*" d="M([^"]*)"', svg)
+        for (y, title), (_, top, _, height), (_, above, _, above_height) in zip(
+            titles, frames[1:], frames, strict=False
+        ):
+            assert above + above_height < float(y) - 8 < float(y) < top  # on no line, and in no other panel
+            drawn = {}
+            for css, d in paths:
+                points = [tuple(map(float, point.split(","))) for point in re.split("[ML]", d)]
+                if all(top - 3 <= point[1] <= top + height + 3 for point in points):
+                    drawn[css] = (points[0][0], points[-1][0])
+            assert sorted(drawn) == lines[title]
+            for css in set(drawn) & {"s-mean", "s-scale"}:
+                assert drawn[css] == (sheet.left, sheet.edge)  # from the run's first token to its last, as the loss
 
 
 def test_what_the_page_leaves_out_is_counted(tmp_path: Path) -> None:
