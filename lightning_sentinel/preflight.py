@@ -11,6 +11,7 @@ import math
 import shutil
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -359,14 +360,13 @@ def _name(dtype: torch.dtype) -> str:
 
 def coverage(trainer: Trainer, module: LightningModule) -> list[Remark]:
     """Every trainable parameter in an optimizer, once."""
-    owners: dict[int, int] = {}
-    for optimizer in trainer.optimizers:
-        for p in {id(p) for group in optimizer.param_groups for p in group["params"]}:
-            owners[p] = owners.get(p, 0) + 1
+    within = [Counter(id(p) for group in o.param_groups for p in group["params"]) for o in trainer.optimizers]
+    owners = Counter(p for counts in within for p in counts)
     names = {id(p): n for n, p in module.named_parameters()}
     trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
     missing = [n for n, p in trainable.items() if id(p) not in owners]
-    twice = [n for n, p in trainable.items() if owners.get(id(p), 0) > 1]
+    twice = [n for n, p in trainable.items() if owners[id(p)] > 1]
+    repeated = [n for n, p in trainable.items() if any(counts[id(p)] > 1 for counts in within)]
     strangers = len(owners.keys() - names.keys())
     remarks = []
     if missing:
@@ -384,6 +384,15 @@ def coverage(trainer: Trainer, module: LightningModule) -> list[Remark]:
                 "coverage",
                 f"{len(twice)} parameters are in more than one optimizer, and each of them steps: {some(twice)}.",
                 names=tuple(twice),
+            )
+        )
+    if repeated:
+        remarks.append(
+            Remark(
+                "coverage",
+                f"{len(repeated)} parameters are more than once in one optimizer, which steps them as often:"
+                f" {some(repeated)}. Give each parameter once.",
+                names=tuple(repeated),
             )
         )
     if strangers:

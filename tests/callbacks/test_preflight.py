@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,25 @@ def test_two_optimizers_in_manual_optimization() -> None:
     assert "2 parameters are in more than one optimizer" in message(flight, "coverage")
 
 
+class Twice(Good):
+    """A weight stands twice in the optimizer's only group, as by ``[*parameters(), head.weight]``."""
+
+    def make(self) -> torch.optim.Optimizer:
+        optimizer = super().make()
+        params = optimizer.param_groups[0]["params"]
+        params.append(params[0])
+        return optimizer
+
+
+def test_a_parameter_that_is_twice_in_one_optimizer() -> None:
+    module = Twice()
+    first = next(n for n, _ in module.named_parameters())
+    assert message(fly(module), "coverage") == (
+        f"1 parameters are more than once in one optimizer, which steps them as often: {first}."
+        " Give each parameter once."
+    )
+
+
 # -------------------------------------------------------------------------------------------------- loader and run folder
 
 
@@ -274,7 +294,9 @@ def test_the_run_folder_s_space_and_permission(tmp_path: Path) -> None:
     assert found.message.startswith("/proc/self can't be written")
 
 
-def test_checkpoints_are_counted_and_their_size_is_that_of_the_state(tmp_path: Path) -> None:
+def test_checkpoints_are_counted_and_their_size_is_that_of_the_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     journal, keeper = RunJournal(tmp_path / "run", report=False), ForensicCheckpoint(every_n_steps=2, keep=2)
     flight = fly(Good(), others=[journal, keeper])
     assert flight.remarks == []
@@ -284,6 +306,17 @@ def test_checkpoints_are_counted_and_their_size_is_that_of_the_state(tmp_path: P
     held = sum(t.nbytes for t in [*module.parameters(), *module.buffers()])
     held += sum(t.nbytes for s in trainer.optimizers[0].state.values() for t in s.values() if t.dim())
     assert checks.checkpoint_bytes(trainer, module) == held
+
+    def with_free(space: int) -> Preflight:
+        usage = type(shutil.disk_usage(tmp_path))(2**50, 2**50 - space, space)
+        with monkeypatch.context() as patched:
+            patched.setattr(shutil, "disk_usage", lambda _: usage)
+            others = [RunJournal(tmp_path / f"run-{space}", report=False), ForensicCheckpoint(every_n_steps=2, keep=2)]
+            return fly(Good(), others=others)
+
+    # The two that are kept, and the one that is being written.
+    assert with_free(3 * held).remarks == []
+    assert " GiB free, 3 checkpoints of about " in message(with_free(3 * held - 1), "run_folder")
 
 
 # -------------------------------------------------------------------------------------------------------- initial loss
