@@ -21,7 +21,7 @@ class Replicas(Ladder):
     """Weights of the ranks against each other."""
 
     def _compare_replicas(self) -> list[int]:
-        """Ranks whose parameters or buffers differ from the others'; the experiment is put down."""
+        """Ranks whose parameters differ from the others'; the experiment is put down."""
         if self.peers.size == 1:
             return []
         if any(hasattr(p, "_local_tensor") for p in self.module.parameters()):
