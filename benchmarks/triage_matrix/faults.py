@@ -598,10 +598,12 @@ class WeightBitFlip(Case):
     passing = True
 
     def strike(self, trainer: Any, world: World, batch: Any) -> None:
-        weight = world.get_parameter(("model.head.weight", FFN + ".up.weight", MIXER + ".out.weight")[self.seed % 3])
-        flat = weight.data.view(-1).view(torch.int32)
+        name = ("model.head.weight", FFN + ".up.weight", MIXER + ".out.weight")[self.seed % 3]
+        flat = world.get_parameter(name).data.view(-1).view(torch.int32)
         flat[101 * (self.seed + 1)] ^= 1 << 30
-        self.named = {f"rank:{self.rank or 0}"}
+        self.named |= {f"rank:{self.rank or 0}"}
+        if self.world_size == 1:
+            self.named |= {f"parameter:{name}"}  # the only rank there is says nothing: the weight has to be named
 
 
 class BadRank(Case):
