@@ -10,7 +10,6 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ..config import build
 from ..faults.base import Fault, Moment
 from ..faults.computation import ModuleFault
 from ..faults.data import DataFault
@@ -31,6 +30,8 @@ class Drill:
     @classmethod
     def recorded(cls, config: Mapping[str, Any] | None) -> Drill:
         """The faults of every ``FaultInjector`` among the configuration's callbacks."""
+        from ..config import build  # imports Hydra, which a run without it does not need
+
         return cls(
             [fault for node in recorded_callbacks(config or {}, _INJECTOR) for fault in build(node, "callbacks").faults]
         )
