@@ -9,7 +9,9 @@ import hashlib
 import json
 import logging
 import math
+import os
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
+from collective_limit import CollectiveLimit
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from sentinel_kit import Sink
@@ -31,11 +34,17 @@ from lightning_sentinel import (
     RankTelemetry,
     Rollback,
     SpikeDetector,
+    collectives,
 )
 from lightning_sentinel.context import context_of
 from lightning_sentinel.faults import BadRank
 
 VOCABULARY, STEPS, NAN_STEP, BAD_STEP = 31, 60, 12, 36
+RESTORE_POINTS = 10  # every so many steps
+COLLECTIVES = (
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce", "all_to_all", "barrier",
+    "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "reduce", "scatter",
+)  # fmt: skip
 
 
 class Sequences:
@@ -108,17 +117,45 @@ class Said(logging.Handler):
         self.lines.append((record.levelname, record.getMessage()))
 
 
+def by_the_suite() -> bool:
+    """Whether the suite is nearer to this call than Lightning's loops, which ask each other for SIGTERM at every batch."""
+    for frame in reversed(traceback.extract_stack()):
+        if f"{os.sep}lightning_sentinel{os.sep}" in frame.filename:
+            return True
+        if f"{os.sep}loops{os.sep}" in frame.filename:
+            return False
+    return False
+
+
 class Witness(L.Callback):
-    """Weights and moments at each optimizer step's beginning: every pass over it, oldest first.
+    """Weights and moments at each optimizer step's beginning, and the suite's collectives in it: every pass, oldest first.
 
     Stands before the injector, so that it sees them before they are hurt.
     """
 
     def __init__(self) -> None:
         self.seen: dict[int, list[str]] = {}
+        self.collectives: dict[int, list[list[str]]] = {}
+        self.now: list[str] = []
+        for name in COLLECTIVES:
+            if hasattr(torch.distributed, name):
+                setattr(torch.distributed, name, self._noted(getattr(torch.distributed, name), name))
+        collectives._gather = self._noted(collectives._gather, "gate's all_gather")
+
+    def _noted(self, original: Any, name: str) -> Any:
+        """``original``, noted where the suite has called it, itself or through Lightning; DDP's own reductions are not."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if by_the_suite():
+                self.now.append(name)
+            return original(*args, **kwargs)
+
+        return call
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.seen.setdefault(trainer.global_step, []).append(digest(trainer))
+        self.now = []
+        self.collectives.setdefault(trainer.global_step, []).append(self.now)  # up to the next batch
 
 
 def main() -> None:
@@ -142,6 +179,7 @@ def main() -> None:
         enable_model_summary=False,
         use_distributed_sampler=False,
         callbacks=[
+            CollectiveLimit(),
             witness,
             FaultInjector([BadRank(BAD_STEP, "head.weight", std=2.4)]),
             NonFiniteTracer(),
@@ -149,7 +187,7 @@ def main() -> None:
             RankOutlierDetector(),
             RankTelemetry(),
             IncidentResponse(mode="recover"),
-            Rollback(every_n_steps=10),
+            Rollback(every_n_steps=RESTORE_POINTS),
         ],
     )
     context, sink = context_of(trainer), Sink()
@@ -158,6 +196,7 @@ def main() -> None:
     trainer.fit(module, Sequences(trainer.global_rank))
     result = {
         "seen": witness.seen,
+        "collectives": witness.collectives,
         "said": said.lines,
         "end": digest(trainer),
         "losses": module.losses,

@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
-from callbacks_two_ranks import BAD_STEP, NAN_STEP, STEPS
+from callbacks_two_ranks import BAD_STEP, NAN_STEP, RESTORE_POINTS, STEPS
 from sentinel_kit import Loader, Net, make_trainer, run_ranks, same_bits, weights
 from torch import Tensor
 
@@ -100,6 +100,18 @@ def test_both_ranks_tell_the_same_story(ranks: list[dict[str, Any]]) -> None:
     assert ours == theirs
     assert ranks[0]["seen"] == ranks[1]["seen"]
     assert sorted(map(int, ranks[0]["seen"])) == list(range(STEPS))
+
+
+@pytest.mark.distributed
+def test_a_healthy_step_costs_one_gather(ranks: list[dict[str, Any]]) -> None:
+    """Before the first incident: the gate's, and nothing else of the suite; restore points may ask for more."""
+    for result in ranks:
+        healthy = [step for step in range(1, NAN_STEP) if step % RESTORE_POINTS]
+        made = {
+            step: result["collectives"][str(step)][0] for step in healthy
+        }  # of the first pass: a rollback repeats some
+        assert made == {step: ["gate's all_gather"] for step in healthy}
+        assert len(result["collectives"][str(NAN_STEP)][0]) > 1  # the incident asks the ranks for more
 
 
 @pytest.mark.distributed
