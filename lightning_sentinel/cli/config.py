@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import inspect
 import json
 from collections.abc import Iterator
@@ -30,7 +31,9 @@ def run(options: argparse.Namespace) -> int:
     if options.callback is not None:
         rows = [row for row in rows if row["callback"] == options.callback]
         if not rows:
-            raise ValueError(f"No callback {options.callback!r} in the configuration; there are: {', '.join(names)}.")
+            close = difflib.get_close_matches(options.callback, names, n=1, cutoff=0.4)
+            hint = f"Did you mean {close[0]}?" if close else f"There are {', '.join(names)}."
+            raise ValueError(f"No callback {options.callback!r} in the configuration. {hint}")
     if options.json:
         print_json(rows)
         return OK

@@ -45,7 +45,7 @@ class Dashboard:
 
     def show(self, event: Mapping[str, Any]) -> None:
         """Take one event in."""
-        from .watch import ended_after, event_line
+        from .watch import SMALL, ended_after, event_line
 
         name = event["event"]
         self.ended = ended_after(event, self.ended)
@@ -60,7 +60,14 @@ class Dashboard:
             self.last_action = f"{name.removeprefix('action.').replace('_', ' ')} at step {event['step']:,}"
         elif name == "checkpoint.known_good":
             self.known_good = f"step {event.get('checkpoint_step', event['step']):,}"
-        self.lines.append(event_line(event))
+        if name not in SMALL:
+            self.lines.append(event_line(event))
+
+    def note_silence(self, seconds: float) -> None:
+        """Take in for how long nothing has been written."""
+        from .watch import ended_in_silence
+
+        self.ended = ended_in_silence(seconds, self.ended)
 
     def refresh(self) -> None:
         """Draw."""
@@ -101,7 +108,7 @@ class Dashboard:
             parts += ["", table]
         if self.lines:
             parts += ["", Text("\n".join(self.lines), style="dim", overflow="ellipsis", no_wrap=True)]
-        return Panel(Group(*parts), title=str(self.run_dir), subtitle=time.strftime("%H:%M:%S"), title_align="left")
+        return Panel(Group(*parts), title=str(self.run_dir), subtitle=time.strftime("%H:%M:%SZ", time.gmtime()), title_align="left")
 
 
 def _row(n: int, incident: Mapping[str, Any]) -> list[Any]:

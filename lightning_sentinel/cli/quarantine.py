@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .common import OK, Commands, add_command, print_json
+from .common import EXIT_CODES, OK, Commands, add_command, print_json
 
 LIST_CODES = "Exit codes: 0 listed, 2 wrong usage or no run folder, 130 interrupted."
 CHANGE_CODES = "Exit codes: 0 the ledger says so now, 2 nothing was changed, with a reason, 130 interrupted."
@@ -15,17 +15,23 @@ CHANGE_CODES = "Exit codes: 0 the ledger says so now, 2 nothing was changed, wit
 def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     """Add the command and its own three."""
     words = "list, add to and take back from a run's quarantine ledger"
-    group = commands.add_parser("quarantine", help=words, description=f"{words[0].upper()}{words[1:]}.")
+    group = commands.add_parser(
+        "quarantine",
+        help=words,
+        description=f"{words[0].upper()}{words[1:]}.",
+        epilog=f"example:\n  lightning-sentinel quarantine list runs/a\n\n{EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     sub = group.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     what = "list who is quarantined and why"
     listing = add_command(sub, "list", run_list, what, "quarantine list runs/a", exit_codes=LIST_CODES)
     listing.add_argument("run", type=Path, metavar="RUN", help="the run folder")
-    for name, run, what in (
-        ("add", run_add, "quarantine samples or sources, from the next start on"),
-        ("revert", run_revert, "let samples or sources be drawn again, from the next start on"),
+    for name, run, what, why in (
+        ("add", run_add, "quarantine samples or sources, from the next start on", "a table of numbers"),
+        ("revert", run_revert, "let samples or sources be drawn again, from the next start on", "rare, but correct"),
     ):
-        example = f"quarantine {name} runs/a sample:prose/3fa9/4096 --reason 'a table of numbers'"
+        example = f"quarantine {name} runs/a sample:prose/3fa9/4096 --reason '{why}'"
         parser = add_command(sub, name, run, what, example, exit_codes=CHANGE_CODES)
         parser.add_argument("run", type=Path, metavar="RUN", help="the run folder")
         parser.add_argument("names", nargs="+", metavar="NAME", help="sample:<id> or source:<name>")

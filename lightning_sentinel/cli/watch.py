@@ -16,6 +16,9 @@ from .common import FOUND, OK, Commands, add_command, require_events
 if TYPE_CHECKING:
     from .dashboard import Dashboard
 
+# Events that repeat what another line says, or that only a page has room for.
+SMALL = frozenset({"probe.deep", "incident.updated"})
+
 
 def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     """Add the command."""
@@ -39,13 +42,19 @@ def run(options: argparse.Namespace) -> int:
         raise FileNotFoundError(f"No journal in {options.run}. Give the run folder that RunJournal writes.")
     if options.once:
         require_events(options.run)
+    if not options.run.parent.is_dir():  # the run folder itself may still be made by a run that is about to begin
+        raise FileNotFoundError(f"There is no folder {options.run.parent}. Give the run folder that RunJournal writes.")
     follower, screen = Follower(options.run), _screen(options)
     if not journal_files(options.run):
         print(f"Waiting for a journal in {options.run} ...", file=sys.stderr)
+    newest: float | None = None
     try:
         while True:
             for event in follower.poll():
                 screen.show(event)
+                newest = float(event["time"])
+            if newest is not None:
+                screen.note_silence(time.time() - newest)
             screen.refresh()
             if screen.ended is not None or options.once:
                 return OK if screen.ended in (None, "finished") else FOUND
@@ -80,9 +89,17 @@ class _Screen:
             print(json.dumps(event), flush=True)
         elif name == "step":
             self._step = event
-        else:
+        elif name not in SMALL:
             self._clear()
             print(event_line(event), flush=True)
+
+    def note_silence(self, seconds: float) -> None:
+        """Take in for how long nothing has been written."""
+        ended = ended_in_silence(seconds, self.ended)
+        if ended != self.ended and not self.as_json:
+            self._clear()
+            print(f"lost: nothing has been written for {seconds / 60:.0f} minutes, and no end of the run.", flush=True)
+        self.ended = ended
 
     def refresh(self) -> None:
         """The newest step's signals on the last line."""
@@ -112,6 +129,13 @@ def ended_after(event: Mapping[str, Any], before: str | None) -> str | None:
     return str(event.get("status", "finished")) if event["event"] == "run.ended" else before
 
 
+def ended_in_silence(seconds: float, ended: str | None) -> str | None:
+    """``lost`` for a run that has written nothing for so long that the report calls it lost, too."""
+    from ..report.summary import LOST_AFTER_SECONDS
+
+    return "lost" if ended is None and seconds >= LOST_AFTER_SECONDS else ended
+
+
 def step_line(event: Mapping[str, Any]) -> str:
     """A step's signals on one line."""
     from ..journal import number
@@ -125,23 +149,42 @@ def step_line(event: Mapping[str, Any]) -> str:
 
 
 def event_line(event: Mapping[str, Any]) -> str:
-    """An event on one line of at most 160 characters: time, step, name, what matters."""
-    clock = time.strftime("%H:%M:%S", time.localtime(event["time"]))
+    """An event on one line of at most 160 characters: time (UTC), step, name, what matters."""
+    from ..report.html import event_words
+
+    clock = time.strftime("%H:%M:%SZ", time.gmtime(event["time"]))
     incident = event.get("incident")
-    if isinstance(incident, Mapping):
+    if isinstance(incident, Mapping) and event["event"] == "incident.closed":
+        words = f"#{incident.get('number')} {event_words(event)}"
+    elif isinstance(incident, Mapping):
         findings = incident.get("findings") or [{}]
         verdict = incident.get("verdict") or {}
         words = f"#{incident.get('number')} {incident.get('status')}: {findings[0].get('message', '')}"
         if verdict.get("culprits"):
             words += f" [{verdict.get('kind')}: {', '.join(verdict['culprits'])}]"
     else:
-        skip = ("schema", "time", "rank", "attempt", "step", "tokens", "event", "versions", "config", "callbacks")
-        words = "  ".join(f"{k}={_brief(v)}" for k, v in event.items() if k not in skip)
+        words = event_words(event) or _values(event)
+        if isinstance(incident, int):
+            words = f"#{incident} {words}"
     line = f"{clock}  step {event['step']:>7,}  {event['event']:<20} {words}"
     return line if len(line) <= 160 else line[:157] + "..."
 
 
+def _values(event: Mapping[str, Any]) -> str:
+    """An event's values, those that say something on one line."""
+    skip = ("schema", "time", "rank", "attempt", "step", "tokens", "event", "versions", "config", "callbacks", "incident")
+    said = {k: _brief(v) for k, v in event.items() if k not in skip}
+    return "  ".join(f"{k}={text}" for k, text in said.items() if text)
+
+
 def _brief(value: Any) -> str:
+    """A value in a few characters; nothing for what is empty, unknown or a table."""
+    if isinstance(value, Mapping):
+        numbers = all(isinstance(v, int | float) for v in value.values())
+        return ", ".join(f"{k} {v:.3g}" for k, v in value.items()) if numbers and len(value) <= 6 else ""
+    if value is None or (isinstance(value, list | str) and not value):
+        return ""
     if isinstance(value, list):
-        return f"[{', '.join(map(str, value[:3]))}{', ...' if len(value) > 3 else ''}]"
+        plain = [str(v) for v in value if not isinstance(v, Mapping | list)]
+        return f"[{', '.join(plain[:3])}{', ...' if len(plain) > 3 else ''}]" if plain else f"{len(value)} entries"
     return str(value)

@@ -204,13 +204,13 @@ def timeline(run: RunData, number_: int) -> list[dict[str, Any]]:
         incident = event.get("incident")
         if (incident.get("number") if isinstance(incident, Mapping) else incident) != number_:
             continue
-        words = _event_words(event)
+        words = event_words(event)
         if words is not None:
             lines.append({k: event[k] for k in ("time", "step", "attempt", "event")} | {"words": words})
     return lines
 
 
-def _event_words(event: Mapping[str, Any]) -> str | None:
+def event_words(event: Mapping[str, Any]) -> str | None:
     """An event of an incident in words; None where another line says it already."""
     name = event["event"]
     if name == "incident.bundle":
