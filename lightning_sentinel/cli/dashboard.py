@@ -108,7 +108,12 @@ class Dashboard:
             parts += ["", table]
         if self.lines:
             parts += ["", Text("\n".join(self.lines), style="dim", overflow="ellipsis", no_wrap=True)]
-        return Panel(Group(*parts), title=str(self.run_dir), subtitle=time.strftime("%H:%M:%SZ", time.gmtime()), title_align="left")
+        return Panel(
+            Group(*parts),
+            title=str(self.run_dir),
+            subtitle=time.strftime("%H:%M:%SZ", time.gmtime()),
+            title_align="left",
+        )
 
 
 def _row(n: int, incident: Mapping[str, Any]) -> list[Any]:

@@ -172,7 +172,19 @@ def event_line(event: Mapping[str, Any]) -> str:
 
 def _values(event: Mapping[str, Any]) -> str:
     """An event's values, those that say something on one line."""
-    skip = ("schema", "time", "rank", "attempt", "step", "tokens", "event", "versions", "config", "callbacks", "incident")
+    skip = (
+        "schema",
+        "time",
+        "rank",
+        "attempt",
+        "step",
+        "tokens",
+        "event",
+        "versions",
+        "config",
+        "callbacks",
+        "incident",
+    )
     said = {k: _brief(v) for k, v in event.items() if k not in skip}
     return "  ".join(f"{k}={text}" for k, text in said.items() if text)
 
