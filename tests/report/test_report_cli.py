@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -174,7 +175,8 @@ def test_watch_ends_where_a_run_has_gone_silent(tmp_path: Path, capsys: pytest.C
     run = MadeRun(tmp_path)
     run.begin()
     run.run(3)
-    run.journal.close()
+    for journal in run.journals:
+        journal.close()
     assert main(["watch", str(tmp_path), "--once"]) == 0  # a moment ago
     assert "lost" not in capsys.readouterr().out
     file = tmp_path / "journal" / "rank-00000.jsonl"
