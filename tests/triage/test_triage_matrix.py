@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 from sentinel_kit import make_trainer
+from triage_matrix import run
 from triage_matrix.faults import FAULTS, plan
 from triage_matrix.ranks import run_together
 from triage_matrix.run import grade, run_case, suite
-from triage_matrix.world import World, loader
+from triage_matrix.world import BATCH, LENGTH, World, loader
 
 from lightning_sentinel import Preflight
 from lightning_sentinel.context import context_of
@@ -69,6 +70,31 @@ def test_a_poor_initialization_that_is_finite_is_left_to_the_preflight() -> None
     assert (first.step, last.step) == (0, 11)
     assert 4.564 < last.mean_loss < first.mean_loss
     assert context_of(trainer).incidents == []
+
+
+@pytest.mark.slow
+def test_the_loudest_token_and_the_batch_s_rank_in_its_source_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    sinks: list[run.Sink] = []
+
+    class Kept(run.Sink):
+        def __init__(self) -> None:
+            super().__init__()
+            sinks.append(self)
+
+    monkeypatch.setattr(run, "Sink", Kept)
+    outcome = run_case("poisoned_span", SEED)
+    [culprit] = outcome.culprits
+    verdict = sinks[0].verdicts[0]
+    sample = culprit.removeprefix("sample:")
+    [(named, position)] = verdict["evidence"]["places"].items()
+    highest, _ = verdict["evidence"]["comparisons"]["token_level_losses"]["tokens"][0]["highest"][0]
+    assert named == sample
+    assert divmod(highest, LENGTH) == (SEED % BATCH, position)
+    assert position >= 2  # the span begins there
+    assert verdict["sentence"].endswith(f"The loss is highest at position {position} of sample {sample}.")
+    assert (
+        verdict["evidence"]["source_rank"][sample.partition("/")[0]] == 1.0
+    )  # above every earlier batch of its source
 
 
 @pytest.mark.slow
