@@ -58,8 +58,9 @@ def configuration() -> str:
         "# Configuration\n",
         "Every option with its default, as `lightning-sentinel config` prints it. A key is overridden by its path:\n",
         "```\npython examples/pretrain.py callbacks.spike_detector.threshold=10 policy=recover\n```\n",
-        "A key that does not exist, a value of the wrong type or out of its bounds is an error before training starts, with"
-        " the bound and the nearest name.\n",
+        "A key that does not exist, a value of the wrong type or out of its bounds is an error before training starts. With"
+        " `lightning_sentinel.config.build_callbacks(cfg.callbacks)` it names the bound and the nearest name; plain"
+        " `hydra.utils.instantiate` checks the same bounds, but words an unknown key in its own way.\n",
     ]
     for target, options in groupby(config_options(), key=lambda row: (row["target"], row["file"])):
         name = target[0].rpartition(".")[2]
