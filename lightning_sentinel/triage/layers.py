@@ -11,14 +11,19 @@ import numpy as np
 # Healthy ranks on batches of one distribution agree within a few per cent in the root mean square of an activation: a factor
 # below this is no deviation, nor is one within so many times the healthy ranks' own spread.
 FACTOR, SPREADS = 1.5, 6.0
+# Gradients of single batches differ more than activations do.
+GRADIENT_FACTOR = 3.0
 
 
-def first_deviation(norms: Sequence[Mapping[str, float] | str], failing: int) -> dict[str, Any] | None:
+def first_deviation(
+    norms: Sequence[Mapping[str, float] | str], failing: int, factor: float = FACTOR
+) -> dict[str, Any] | None:
     """The first layer, in the order computed, whose activations on the failing rank are unlike the healthy ranks'.
 
     Args:
         norms: For each rank the root mean square of each layer's activations in order, or a sentence why there is none.
         failing: The rank in question.
+        factor: Up to which a layer counts as like the others'.
 
     Returns:
         ``{"module", "rank", "healthy_rank", "failing_rms", "healthy_rms"}``, with ``module`` None where every layer is like
@@ -39,7 +44,7 @@ def first_deviation(norms: Sequence[Mapping[str, float] | str], failing: int) ->
         if not logs.size:
             continue
         middle = float(np.median(logs))
-        limit = max(math.log(FACTOR), SPREADS * float(np.abs(logs - middle).max()))
+        limit = max(math.log(factor), SPREADS * float(np.abs(logs - middle).max()))
         if not (math.isfinite(rms) and rms > 0) or abs(math.log(rms) - middle) > limit:
             return found | {"module": module, "failing_rms": rms, "healthy_rms": math.exp(middle)}
     return found

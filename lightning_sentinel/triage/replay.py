@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -53,6 +53,7 @@ class ReplayResult:
         tokens: Loss and entropy of the tokens of each micro-batch, where they were asked for and are known.
         no_tokens: Why they are not; empty where they are, or were not asked for.
         activation_rms: Root mean square of watched modules' outputs by path.
+        gradient_rms: Root mean square of this rank's gradient of the watched modules' parameters by path, unscaled.
         sums: ``(micro-batch, path, sum)`` of the watched modules' outputs in forward order, as the live flags hold them.
         micro_batches: Indices of the micro-batches that were run.
         inexact: Why the replay may differ from the step although nothing is wrong; empty if it may not.
@@ -70,6 +71,7 @@ class ReplayResult:
     tokens: list[TokenLosses | None] = field(default_factory=list)
     no_tokens: str = ""
     activation_rms: dict[str, float] = field(default_factory=dict)
+    gradient_rms: dict[str, float] = field(default_factory=dict)
     sums: list[tuple[int, str, float]] = field(default_factory=list)
     micro_batches: tuple[int, ...] = ()
     inexact: str = ""
@@ -303,6 +305,7 @@ class _Run:
             norm = _norm(list(grads.values())) if grads else math.nan
             losses = [float(x) for x in self.raw_losses]
             rms = {path: float(x) for path, x in self.rms.items()}
+            gradient_rms = _rms_by_module(grads, rms)
             sums = [(i, path, float(x)) for i, path, x in self.sums]
             kept = dict(grads)
             if self.inside is not None:
@@ -325,6 +328,7 @@ class _Run:
             tokens=self.tokens,
             no_tokens="" if any(t is not None for t in self.tokens) else self.no_tokens,
             activation_rms=rms,
+            gradient_rms=gradient_rms,
             sums=sums,
             inexact="; ".join(reasons),
         )
@@ -463,6 +467,16 @@ def _norm(grads: list[Tensor]) -> float:
         torch.linalg.vector_norm(g.coalesce().values() if g.is_sparse else g, dtype=torch.float64) for g in grads
     ]
     return float(torch.linalg.vector_norm(torch.stack([s.to(squares[0].device) for s in squares])))
+
+
+def _rms_by_module(grads: Mapping[str, Tensor], paths: Iterable[str]) -> dict[str, float]:
+    """Root mean square of the gradients of each module's parameters; a module without any is left out."""
+    found = {}
+    for path in paths:
+        inside = [g for name, g in grads.items() if name.startswith(f"{path}.")]
+        if elements := sum(g.numel() for g in inside):
+            found[path] = _norm(inside) / math.sqrt(elements)
+    return found
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:

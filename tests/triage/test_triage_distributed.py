@@ -80,6 +80,16 @@ def test_the_first_layer_in_which_a_rank_differs_is_named(verdicts: Any) -> None
     assert healthy["module"] is None
 
 
+def test_the_first_gradient_in_which_a_rank_differs_is_named_in_the_order_of_the_backward(verdicts: Any) -> None:
+    found = [v["evidence"]["comparisons"]["first_deviating_gradient"] for v in verdicts["loud_layer"]]
+    assert found[0] == found[1]
+    assert (found[0]["rank"], found[0]["healthy_rank"]) == (1, 0)
+    assert found[0]["module"] is not None
+    assert not 1 / 3 < found[0]["failing_rms"] / found[0]["healthy_rms"] < 3
+    values = verdicts["loud_layer"][0]["evidence"]["comparisons"]["rank_values"]
+    assert (values["topology"]["ranks"], len(values["seconds"]["step"])) == (2, 2)
+
+
 def test_the_suspect_ranks_batch_is_computed_on_every_rank(verdicts: Any) -> None:
     first, second = verdicts["alone_in_its_answer"]
     assert first == second

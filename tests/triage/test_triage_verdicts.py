@@ -122,11 +122,19 @@ def test_a_bad_batch_is_data_and_all_its_samples_are_named() -> None:
         "gradient_norms",
         "activation_norms",
         "first_deviating_layer",
+        "first_deviating_gradient",
         "first_layer_apart_from_a_healthy_batch",
         "input_manifest",
     }
     assert verdict.evidence["comparisons"]["first_deviating_layer"] is None  # one rank: nobody to compare with
+    assert verdict.evidence["comparisons"]["first_deviating_gradient"] is None
     assert verdict.evidence["comparisons"]["input_manifest"][0]["sample_ids"] == list(ids)
+    values = verdict.evidence["comparisons"]["rank_values"]
+    assert values["topology"] == {"ranks": 1, "nodes": 1, "strategy": "SingleDeviceStrategy"}
+    assert {name: len(seconds) for name, seconds in values["seconds"].items()} == {"step": 1, "data": 1, "wait": 1}
+    by_layer = verdict.evidence["comparisons"]["gradient_norms"]["rms_by_layer"]
+    assert by_layer
+    assert all(x > 0 for x in by_layer.values())
 
 
 def test_one_bad_sample_in_a_batch_is_named_alone() -> None:

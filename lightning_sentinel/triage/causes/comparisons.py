@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...record import StepRecord
 from ..ladder import Ladder
-from ..layers import first_deviation
+from ..layers import GRADIENT_FACTOR, first_deviation
 from ..replay import ReplayResult
 from ..window import tensors
 
@@ -61,6 +61,8 @@ class Comparisons(Ladder):
         mine["replayed_grad_norm"] = replayed
         mine["rms"] = {} if main is None else main.activation_rms
         mine["healthy_rms"] = self.healthy_rms
+        # In the order of the backward, in which a damage of gradients spreads.
+        mine["gradient_rms"] = {} if main is None else dict(reversed(main.gradient_rms.items()))
         everyone = self.peers.gather(mine)
         shown = everyone[worst]
         return {
@@ -69,9 +71,19 @@ class Comparisons(Ladder):
                 "loss_nats": [float(x) for x in self.record.column("loss_nats")[:64]],
                 "level_before": [float(x) for x in self.base[:64]],
                 "worst_rank": worst,
+                "seconds": {
+                    name: [float(x) for x in self.record.column(f"{name}_seconds")[:64]]
+                    for name in ("step", "data", "wait")
+                },
+                "topology": {
+                    "ranks": self.trainer.world_size,
+                    "nodes": self.trainer.num_nodes,
+                    "strategy": type(self.trainer.strategy).__name__,
+                },
             },
             "gradient_norms": {
                 "live": [float(x) for x in self.record.column("grad_norm")[:64]],
+                "rms_by_layer": shown["gradient_rms"] or unrun,
                 "replayed": shown["replayed_grad_norm"],
                 "before": float(np.median([r.grad_norm for r in self.context.history]))
                 if self.context.history
@@ -79,6 +91,9 @@ class Comparisons(Ladder):
             },
             "activation_norms": shown["activation_norms"],
             "first_deviating_layer": first_deviation([m["activation_norms"] for m in everyone], worst),
+            "first_deviating_gradient": first_deviation(
+                [m["gradient_rms"] or unrun for m in everyone], worst, GRADIENT_FACTOR
+            ),
             "first_layer_apart_from_a_healthy_batch": _first_apart(shown["rms"], shown["healthy_rms"]),
             "input_manifest": shown["input_manifest"],
         }
