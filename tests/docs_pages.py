@@ -119,7 +119,7 @@ def normal(line: str) -> str:
         >>> normal("22:50:57  step-00000120  (90 %), known-good, module:layers.2, rank:0")
         'T step-9 (9 %), known-good, module:layers.2, rank:0'
     """
-    line = re.sub(r"\b\d\d:\d\d:\d\d\b", "T", line)
+    line = re.sub(r"\b\d\d:\d\d:\d\dZ?\b", "T", line)
     line = re.sub(rf"{SAMPLE}(?:, {SAMPLE})*", "sample:S", line)
     line = re.sub(r"\b(?=[a-f]*\d)[0-9a-f]{8,}\b", "9", line)
     line = re.sub(r"(?<![\w.:#])[-+]?(?:\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?|inf|nan)(?:[kMG](?= ))?(?!\w)", "9", line)
