@@ -276,7 +276,9 @@ def test_lines_are_short_and_say_what_matters() -> None:
     }  # fmt: skip
     assert step_line(step) == "step 1,200  983k tokens  loss 2.5940 (rank 41: 40.0000)  grad inf  pass 2"
     event = {"event": "action.rollback", "time": 0.0, "step": 7, "replayed": [*"abcd"], "to_step": 3}
-    assert event_line(event)[8:] == "  step       7  action.rollback      replayed=[a, b, c, ...]  to_step=3"
+    assert event_line(event)[8:] == (
+        "Z  step       7  action.rollback      back to step 3; 4 samples replayed, 0 names excluded"
+    )
 
 
 def test_the_ledger_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -390,8 +392,12 @@ def test_config_lists_every_option_with_its_meaning(capsys: pytest.CaptureFixtur
     assert main(["config", "policy"]) == 0
     assert '  policy.mode="observe"  (str; one of observe, guard, recover)' in capsys.readouterr().out
     assert main(["config", "run_jurnal", "--json"]) == 2
+    assert capsys.readouterr().err == (
+        "lightning-sentinel: No callback 'run_jurnal' in the configuration. Did you mean run_journal?\n"
+    )
+    assert main(["config", "zzz"]) == 2
     assert capsys.readouterr().err.startswith(
-        "lightning-sentinel: No callback 'run_jurnal' in the configuration; there are: batch_validator,"
+        "lightning-sentinel: No callback 'zzz' in the configuration. There are batch_validator,"
     )
     assert main(["config", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(rows))
