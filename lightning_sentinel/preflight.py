@@ -615,8 +615,5 @@ class OutputWidth:
 def is_compiled(module: nn.Module) -> bool:
     """Whether a part of the module is compiled: hooks put on it now would make it compile again."""
     return any(
-        m.__dict__.get("_compiled_call_impl") is not None
-        or getattr(m, "_compiler_ctx", None)
-        or hasattr(m, "_orig_mod")
-        for m in module.modules()
+        private.is_compiled(m) or getattr(m, "_compiler_ctx", None) or hasattr(m, "_orig_mod") for m in module.modules()
     )

@@ -61,16 +61,14 @@ class Bundle:
         try:
             manifest = unseal(raw)
         except ValueError as error:
-            raise BundleError(
-                f"{path / MANIFEST} {error}; the bundle is damaged and is not used. Put an undamaged copy there."
-            ) from None
+            raise _damaged(f"{path / MANIFEST} {error}") from None
         if manifest.get("schema") != SCHEMA:
             raise BundleError(
                 f"{path / MANIFEST} has schema {manifest.get('schema')!r}; this version reads schema {SCHEMA}."
             )
         for name in manifest["files"]:
             _check(path, name, manifest)
-        story = _story(path, raw)
+        story = _sealed(path, INCIDENT, raw)
         run = json.loads(_checked(path, RUN, manifest))
         return cls(path, manifest, Incident.from_dict(story["incident"]), run, _probes(path, manifest, raw))
 
@@ -140,8 +138,8 @@ def bundles(run_dir: str | Path) -> list[int]:
     return sorted(int(p.name) for p in folder.iterdir() if p.is_dir() and p.name.isdecimal())
 
 
-def _story(path: Path, manifest: bytes) -> dict[str, Any]:
-    return _sealed(path, INCIDENT, manifest)
+def _damaged(what: str) -> BundleError:
+    return BundleError(f"{what}; the bundle is damaged and is not used. Put an undamaged copy there.")
 
 
 def _probes(path: Path, manifest: dict[str, Any], raw: bytes) -> dict[int, dict[str, Any]]:
@@ -154,9 +152,7 @@ def _sealed(path: Path, name: str, manifest: bytes) -> dict[str, Any]:
     try:
         content = unseal(_bytes(path, name))
     except ValueError as error:
-        raise BundleError(
-            f"{path / name} {error}; the bundle is damaged and is not used. Put an undamaged copy there."
-        ) from None
+        raise _damaged(f"{path / name} {error}") from None
     if content["manifest_sha256"] != hashlib.sha256(manifest).hexdigest():
         raise BundleError(f"{path / name} belongs to another bundle (it names another {MANIFEST}).")
     return content
@@ -166,9 +162,7 @@ def _bytes(path: Path, name: str) -> bytes:
     try:
         return (path / name).read_bytes()
     except FileNotFoundError:
-        raise BundleError(
-            f"{path / name} is missing; the bundle is damaged and is not used. Put an undamaged copy there."
-        ) from None
+        raise _damaged(f"{path / name} is missing") from None
 
 
 def _check(path: Path, name: str, manifest: dict[str, Any]) -> None:
@@ -188,6 +182,4 @@ def _open_checked(path: Path, name: str, manifest: dict[str, Any]) -> BinaryIO:
     try:
         return open_checked(path, FileEntry(name, entry["sha256"], entry["bytes"]))
     except CheckpointError as error:
-        raise BundleError(
-            f"{path / str(error)}; the bundle is damaged and is not used. Put an undamaged copy there."
-        ) from None
+        raise _damaged(str(path / str(error))) from None

@@ -18,6 +18,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..triage.experiments import rms
+from ..triage.replay import norm_of
 from .reading import Bundle, BundleError
 
 NAMED = 5
@@ -170,7 +172,7 @@ def _measured(
         for name, parameter in named.items():
             grad = gradient.get(name)
             parameter.grad = None if grad is None or name not in mine else grad.to(parameter).clone()
-        norm = _norm([p.grad for p in mine.values() if p.grad is not None])
+        norm = norm_of([p.grad for p in mine.values() if p.grad is not None])
         by_norm = bundle.run["trainer"].get("gradient_clip_algorithm") in (None, "norm")
         if clip and by_norm and norm > float(clip):
             torch.nn.utils.clip_grad_norm_(list(mine.values()), float(clip))
@@ -183,7 +185,7 @@ def _measured(
                 parameter.copy_(before[name])
         for parameter in named.values():
             parameter.grad = None
-    sizes = {n: _rms(moved[n]) / max(_rms(before[n].double()), 1e-30) for n in mine if moved[n].numel()}
+    sizes = {n: rms(moved[n]) / max(rms(before[n].double()), 1e-30) for n in mine if moved[n].numel()}
     matrices = sorted(sizes[n] for n in sizes if before[n].dim() > 1 and math.isfinite(sizes[n]))
     finite = all(bool(m.isfinite().all()) for m in moved.values())
     largest = sorted(sizes.items(), key=lambda s: (math.isfinite(s[1]), -s[1] if math.isfinite(s[1]) else 0.0))[:NAMED]
@@ -217,11 +219,3 @@ def _broken(optimizer: Optimizer, names: Mapping[int, str]) -> list[tuple[str, s
             if bool(bad.any()):
                 found.append((key, names.get(id(parameter), "a parameter"), int(bad.sum())))
     return found[:NAMED]
-
-
-def _norm(grads: Sequence[Tensor]) -> float:
-    return math.sqrt(sum(float(g.double().square().sum()) for g in grads))
-
-
-def _rms(x: Tensor) -> float:
-    return math.sqrt(float(x.square().mean())) if x.numel() else 0.0

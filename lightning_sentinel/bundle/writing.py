@@ -229,7 +229,8 @@ class BundleWriter:
                 "files": {n: {"sha256": e.sha256, "bytes": e.bytes} for n, e in sorted(entries.items())},
             }
         )
-        story = _story(part.incident, hashlib.sha256(manifest).hexdigest())
+        digest = hashlib.sha256(manifest).hexdigest()
+        story = seal({"incident": dict(part.incident), "manifest_sha256": digest})
         for name, data in ((INCIDENT, story), (MANIFEST, manifest)):
             write_file(self.disk, temporary / name, lambda w, d=data: _all(w, d), mode=MODE)  # type: ignore[misc]
         publish_dir(self.disk, temporary, final)
@@ -272,16 +273,18 @@ class BundleWriter:
                 return
             time.sleep(_POLL_SECONDS)
         try:
-            seal_of = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
-            data = seal({"rank": rank, "probe": measured, "manifest_sha256": seal_of})
-            replace_file(self.disk, folder / probe_file(rank), data, mode=MODE)
+            self._beside_manifest(folder, probe_file(rank), {"rank": rank, "probe": measured})
         except OSError as error:  # the disk is full: the journal has it all the same
             log.info("the bundle %s holds no probe of rank %d: %s", folder, rank, words(error))
 
+    def _beside_manifest(self, folder: Path, name: str, content: Mapping[str, Any]) -> None:
+        """Write a sealed file that may change after the manifest, whose hash it names."""
+        digest = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+        replace_file(self.disk, folder / name, seal({**content, "manifest_sha256": digest}), mode=MODE)
+
     def _rewrite(self, path: Path, incident: Mapping[str, Any]) -> None:
         try:
-            seal_of = hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
-            replace_file(self.disk, path / INCIDENT, _story(incident, seal_of), mode=MODE)
+            self._beside_manifest(path, INCIDENT, {"incident": dict(incident)})
         except OSError as error:  # not published, or the disk is full: the journal has it all the same
             log.info("the bundle %s was not brought up to date: %s", path, words(error))
 
@@ -313,10 +316,6 @@ def probe_file(rank: int) -> str:
         'probe-00001.json'
     """
     return f"probe-{rank:05d}.json"
-
-
-def _story(incident: Mapping[str, Any], manifest_sha256: str) -> bytes:
-    return seal({"incident": dict(incident), "manifest_sha256": manifest_sha256})
 
 
 def _all(writer: HashingWriter, data: bytes) -> None:

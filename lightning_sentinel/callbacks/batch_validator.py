@@ -143,7 +143,7 @@ class BatchValidator(SentinelCallback):
         """What finds out later why a flag is set, and writes it down."""
 
         def findings() -> list[Finding]:
-            found = list(self._describe_all(part, ids, step, rank, list(self._checks(part)), self._supervised(part)))
+            found = list(self._describe_all(part, ids, step, rank))
             for finding in found:
                 self.context(trainer).write(trainer, "batch.invalid", finding=finding.to_dict())
             return found
@@ -249,7 +249,7 @@ class BatchValidator(SentinelCallback):
             found = trouble if isinstance(trouble, bool) else trouble.tolist()  # the one host read of a healthy batch
             if not found:
                 return
-        yield from self._describe_all(part, ids, step, rank, list(self._checks(part)), self._supervised(part))
+        yield from self._describe_all(part, ids, step, rank)
 
     def _any_trouble(self, part: Part) -> Tensor | None:
         """Whether any check fails, 0-dim on the device; None where there is nothing to check."""
@@ -258,15 +258,9 @@ class BatchValidator(SentinelCallback):
         flags += [] if supervised is None else [~supervised.any()]
         return torch.stack(flags).any() if flags else None
 
-    def _describe_all(
-        self,
-        part: Part,
-        ids: Sequence[str],
-        step: int,
-        rank: int,
-        checks: Sequence[_Check],
-        supervised: Tensor | None,
-    ) -> Iterator[Finding]:
+    def _describe_all(self, part: Part, ids: Sequence[str], step: int, rank: int) -> Iterator[Finding]:
+        """Findings of the checks that need values, which are read here."""
+        checks, supervised = list(self._checks(part)), self._supervised(part)
         columns = [check.flags for check in checks] + ([] if supervised is None else [~supervised])
         if not columns:
             return

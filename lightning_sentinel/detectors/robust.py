@@ -107,9 +107,7 @@ class RollingWindow:
 
     @property
     def median(self) -> float:
-        ordered = self._ordered
-        n = len(ordered)
-        return ordered[n // 2] if n % 2 else 0.5 * (ordered[n // 2 - 1] + ordered[n // 2])
+        return sorted_median(self._ordered)
 
     @property
     def mad(self) -> float:

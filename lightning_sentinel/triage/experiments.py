@@ -309,7 +309,7 @@ def oversized_matrices(module: nn.Module) -> list[tuple[str, float]]:
         w = local(p.detach())
         if w.dim() < 2 or id(p) in rows or not w.is_floating_point() or not w.numel():
             continue
-        gain = _rms(w.double()) * math.sqrt(w[0].numel())
+        gain = rms(w.double()) * math.sqrt(w[0].numel())
         if not gain <= OVERSIZED:
             found.append((name, gain))
     return sorted(found, key=lambda f: -f[1])
@@ -350,9 +350,9 @@ def update_size(
             updates = max(updates, count)
             m_hat = local(m).double() / (1.0 - beta1**count)
             v_hat = local(v).double().clamp(min=0.0) / (1.0 - beta2**count)
-            ratio = _rms(m_hat / (v_hat.sqrt() + group["eps"]))
+            ratio = rms(m_hat / (v_hat.sqrt() + group["eps"]))
             ratios.append(ratio)
-            weight = _rms(local(p.detach()).double())
+            weight = rms(local(p.detach()).double())
             if p.dim() > 1 and weight > 0:
                 relative.append(float(group["lr"]) * ratio / weight)
             old, grad = remembered.get(index[id(p)], {}), grads.get(names.get(id(p), ""))
@@ -360,7 +360,7 @@ def update_size(
                 then = local(old["exp_avg_sq"]).double().clamp(min=0.0) / (1.0 - beta2 ** float(old["step"]))
                 before = math.sqrt(float(then.mean())) if then.numel() else 0.0
                 second.append(before)
-                growth.append(_rms(local(grad).double()) / max(before + float(group["eps"]), 1e-300))
+                growth.append(rms(local(grad).double()) / max(before + float(group["eps"]), 1e-300))
     if not updates:
         return None
     group = optimizer.param_groups[0]
@@ -387,13 +387,14 @@ def stride_between(before: Mapping[str, Tensor], after: Mapping[str, Tensor], st
         if name in after and p.dim() > 1 and p.is_floating_point():
             old = local(p.detach()).double()
             new = local(after[name].detach()).to(old.device).double()
-            size = _rms(old)
+            size = rms(old)
             if size > 0 and old.shape == new.shape:
-                found.append(_rms(new - old) / size)
+                found.append(rms(new - old) / size)
     return float(np.median(found)) / max(steps, 1) if found else 0.0
 
 
-def _rms(x: Tensor) -> float:
+def rms(x: Tensor) -> float:
+    """Root mean square; 0 of an empty tensor."""
     return math.sqrt(float(x.square().mean())) if x.numel() else 0.0
 
 

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from ..context import context_of
 from ..incidents import Experiment, Finding, FindingKind, Incident, Spent, Verdict, VerdictKind
 from ..record import StepRecord
+from ..state import lightning_private as _private
 from . import experiments as ex
 from .nonfinite import TraceReport, ids_of, worst_micro_batches
 from .peers import Peers
@@ -189,28 +190,31 @@ class Ladder:
 
     # ------------------------------------------------------------------------------------------------------- replays
 
+    def _forwards(self, *, tokens: bool) -> int:
+        """Forward passes of one replayed micro-batch: the module's ``token_losses`` may run one of its own."""
+        return 2 if tokens and hook_of(self.module) is not None else 1
+
     def _replay(self, name: str, window: StepWindow | None = None, **options: Any) -> ReplayResult | None:
         """One replay within the budget's count; None on every rank if any rank could not.
 
         ``passes``: How often these micro-batches will be run, this time included.
         """
-        given, passes = options.pop("micro_batches", None), options.pop("passes", 1)
+        given, more = options.pop("micro_batches", None), options.pop("passes", 1) - 1
         current = self.context.window if window is None else window
-        if options.get("tokens") and not options.get("armed") and hook_of(self.module) is not None:
-            passes += 1  # the module's token_losses may run a forward of its own
+        forwards = self._forwards(tokens=options.get("tokens", False))
 
         def choose() -> list[int]:
             if given is not None or current is None:
                 return list(given or ())
             live = current.losses or self.context.scratch.get("live_losses") or []
-            return worst_micro_batches(current, live, max(1, (self.max_forwards - self.forwards) // passes))
+            return worst_micro_batches(current, live, max(1, (self.max_forwards - self.forwards) // (forwards + more)))
 
         choices = self.measured(name, choose)
         if choices is None:
             return None
         # As many forwards on each rank: the forward of a sharded module is an exchange, too.
         chosen = choices[self.peers.rank][: min(map(len, choices))]
-        self.forwards += len(chosen) * (2 if options.get("tokens") and hook_of(self.module) is not None else 1)
+        self.forwards += len(chosen) * forwards
         results: list[ReplayResult] = []
 
         def run() -> None:
@@ -238,9 +242,7 @@ class Ladder:
                 reasons.append("a batch was changed in place after its capture")
             if window is not None and self.trace is not None and self.trace.forwards < len(window.micro_batches):
                 reasons.append("not all micro-batches were replayed")
-            if any(m.__dict__.get("_compiled_call_impl") is not None for m in self.module.modules()) or getattr(
-                self.module, "_compiler_ctx", None
-            ):
+            if any(map(_private.is_compiled, self.module.modules())) or getattr(self.module, "_compiler_ctx", None):
                 reasons.append("the step ran compiled, the replay did not")
             return reasons
 

@@ -302,7 +302,7 @@ class _Run:
                 self.ends += grads.values()
             origin = trace.first(self.ends, list(grads.values())) if trace is not None else None
             self._unscale(list(grads.values()))
-            norm = _norm(list(grads.values())) if grads else math.nan
+            norm = norm_of(list(grads.values())) if grads else math.nan
             losses = [float(x) for x in self.raw_losses]
             rms = {path: float(x) for path, x in self.rms.items()}
             gradient_rms = _rms_by_module(grads, rms)
@@ -461,8 +461,10 @@ def total_of(output: Any) -> Tensor | None:
     return total
 
 
-def _norm(grads: list[Tensor]) -> float:
-    """2-norm in float64: a finite gradient of 1e20 is not read as infinite."""
+def norm_of(grads: list[Tensor]) -> float:
+    """2-norm in float64, 0 of none: a finite gradient of 1e20 is not read as infinite."""
+    if not grads:
+        return 0.0
     squares = [
         torch.linalg.vector_norm(g.coalesce().values() if g.is_sparse else g, dtype=torch.float64) for g in grads
     ]
@@ -475,7 +477,7 @@ def _rms_by_module(grads: Mapping[str, Tensor], paths: Iterable[str]) -> dict[st
     for path in paths:
         inside = [g for name, g in grads.items() if name.startswith(f"{path}.")]
         if elements := sum(g.numel() for g in inside):
-            found[path] = _norm(inside) / math.sqrt(elements)
+            found[path] = norm_of(inside) / math.sqrt(elements)
     return found
 
 

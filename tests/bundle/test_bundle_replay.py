@@ -240,17 +240,23 @@ def test_a_module_under_autocast_is_not_blamed_for_its_16_bits(tmp_path: Path) -
 # ------------------------------------------------------------------------------------------------- what is not captured
 
 
-def test_without_weights_the_checkpoint_that_is_named_stands_in(tmp_path: Path) -> None:
-    class Patient(L.Callback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            deadline = time.monotonic() + 120
-            while trainer.global_step == 4 and not list((tmp_path / "checkpoints").glob("step-*")):
-                assert time.monotonic() < deadline, "the checkpoint of step 4 was not published"
-                time.sleep(0.01)
+class Patient(L.Callback):
+    """Waits in step 4 until its checkpoint is published."""
 
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        deadline = time.monotonic() + 120
+        while trainer.global_step == 4 and not list((self.run_dir / "checkpoints").glob("step-*")):
+            assert time.monotonic() < deadline, "the checkpoint of step 4 was not published"
+            time.sleep(0.01)
+
+
+def test_without_weights_the_checkpoint_that_is_named_stands_in(tmp_path: Path) -> None:
     callbacks = suite(tmp_path, 4, 7, capture_state=False, capture_batch=True, probation_steps=2)
     keeper = lightning_sentinel.ForensicCheckpoint(every_n_steps=4, keep=5)
-    fit([Patient(), *callbacks, keeper], data=Data(Samples(broken=False)))
+    fit([Patient(tmp_path), *callbacks, keeper], data=Data(Samples(broken=False)))
     first, second = (Bundle.open(tmp_path, n) for n in (1, 2))
     assert not first.has_state
     assert first.run["state"]["checkpoint"]["step"] == 4
@@ -284,17 +290,10 @@ class Moved(L.Callback):
 
 
 def test_the_update_of_the_step_is_that_of_the_run(tmp_path: Path) -> None:
-    class Patient(L.Callback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            deadline = time.monotonic() + 120
-            while trainer.global_step == 4 and not list((tmp_path / "checkpoints").glob("step-*")):
-                assert time.monotonic() < deadline, "the checkpoint of step 4 was not published"
-                time.sleep(0.01)
-
     moved = Moved()
     callbacks = suite(tmp_path, 4, 7, capture_batch=True, probation_steps=2)
     keeper = lightning_sentinel.ForensicCheckpoint(every_n_steps=4, keep=5)
-    fit([Patient(), moved, *callbacks, keeper], data=Data(Samples(broken=False)), gradient_clip_val=0.5)
+    fit([Patient(tmp_path), moved, *callbacks, keeper], data=Data(Samples(broken=False)), gradient_clip_val=0.5)
     replayed = lightning_sentinel.replay_incident(tmp_path, 1, Net(), update=True)
     assert replayed.reproduced
     update = replayed.update

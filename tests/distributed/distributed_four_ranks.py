@@ -75,6 +75,22 @@ def main() -> None:
     gather_both_ways(Path(sys.argv[1]))
 
 
+def one_of_four(callbacks: list[L.Callback], max_steps: int) -> L.Trainer:
+    """This rank's Trainer."""
+    return L.Trainer(
+        max_steps=max_steps,
+        accelerator="cpu",
+        devices=4,
+        strategy=DDPStrategy(process_group_backend="gloo", timeout=MEETING),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        callbacks=[CollectiveLimit(), *callbacks],
+    )
+
+
 def gather_both_ways(folder: Path) -> None:
     """The same rows, in one stage and in two, to the bit; and what does not divide the ranks."""
     rank = torch.distributed.get_rank()
@@ -104,18 +120,7 @@ def fit(folder: Path, bad: int) -> None:
     if bad == IN_TWO_STAGES:
         (telemetry,) = [callback for callback in suite if isinstance(callback, RankTelemetry)]
         telemetry.gather_within = 2
-    trainer = L.Trainer(
-        max_steps=STEPS,
-        accelerator="cpu",
-        devices=4,
-        strategy=DDPStrategy(process_group_backend="gloo", timeout=MEETING),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        callbacks=[CollectiveLimit(), lightning_sentinel.FaultInjector(faults), *suite],
-    )
+    trainer = one_of_four([lightning_sentinel.FaultInjector(faults), *suite], STEPS)
     context, sink = context_of(trainer), Sink()
     context.journal = sink
     trainer.fit(Hurt(bad), Sequences(trainer.global_rank))
@@ -150,23 +155,8 @@ class Raising(Bigram):
 
 def fit_that_raises(folder: Path, bad: int) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    trainer = L.Trainer(
-        max_steps=2 * RAISES,
-        accelerator="cpu",
-        devices=4,
-        strategy=DDPStrategy(process_group_backend="gloo", timeout=MEETING),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        callbacks=[
-            CollectiveLimit(),
-            RunJournal(folder, report=False),
-            RankTelemetry(),
-            lightning_sentinel.ForensicCheckpoint(every_n_steps=100),
-        ],
-    )
+    checkpoint = lightning_sentinel.ForensicCheckpoint(every_n_steps=100)
+    trainer = one_of_four([RunJournal(folder, report=False), RankTelemetry(), checkpoint], 2 * RAISES)
     try:
         trainer.fit(Raising(bad), Sequences(trainer.global_rank))
     except BaseException:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import warnings
 from typing import Any
 
 import lightning as L
@@ -241,3 +243,23 @@ def fingerprint(trainer: L.Trainer, module: Any) -> list[str]:
         sorted(trainer.strategy.__dict__),
     ]
     return [str([x.tolist() if isinstance(x, Tensor) else x for x in tree_leaves(e)]) for e in everything]
+
+
+def one_of_two_ranks(callbacks: list[L.Callback], max_steps: int, **options: Any) -> L.Trainer:
+    """In a script that Lightning starts on two ranks: this rank's Trainer, quiet and on one thread."""
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    L.seed_everything(0, verbose=False)
+    return L.Trainer(
+        max_steps=max_steps,
+        accelerator="cpu",
+        devices=2,
+        strategy=L.pytorch.strategies.DDPStrategy(process_group_backend="gloo"),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=callbacks,
+        **options,
+    )

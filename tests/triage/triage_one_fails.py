@@ -6,9 +6,7 @@ Usage: ``python triage_one_fails.py FOLDER``. Lightning starts the second rank.
 from __future__ import annotations
 
 import json
-import logging
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +16,7 @@ from unittest import mock
 import lightning as L
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
-from triage_models import Net, Samples, collate
+from triage_models import Net, Samples, collate, one_of_two_ranks
 
 from lightning_sentinel import NonFiniteTracer, RankTelemetry
 from lightning_sentinel.context import context_of
@@ -124,21 +122,10 @@ class Court(L.Callback):
 
 
 def main() -> None:
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    L.seed_everything(0, verbose=False)
-    trainer = L.Trainer(
-        max_steps=STEP + 1,
-        accelerator="cpu",
-        devices=2,
-        strategy=L.pytorch.strategies.DDPStrategy(process_group_backend="gloo"),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = one_of_two_ranks(
+        [NonFiniteTracer(["blocks.*"]), RankTelemetry(), Court()],
+        STEP + 1,
         use_distributed_sampler=False,
-        callbacks=[NonFiniteTracer(["blocks.*"]), RankTelemetry(), Court()],
     )
     sampler = DistributedSampler(Samples("", 128, 0), 2, trainer.global_rank, shuffle=False)
     trainer.fit(Net(), DataLoader(Samples("", 128, 0), batch_size=4, sampler=sampler, collate_fn=collate))

@@ -6,10 +6,8 @@ Usage: ``python triage_scale_two_ranks.py FOLDER``; every rank writes down its o
 from __future__ import annotations
 
 import json
-import logging
 import math
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import lightning as L
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader
+from triage_models import one_of_two_ranks
 
 from lightning_sentinel import LossScaleMonitor, RankTelemetry
 from lightning_sentinel.context import context_of
@@ -56,21 +55,10 @@ class Overflow:
 
 
 def main() -> None:
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    L.seed_everything(0, verbose=False)
-    trainer = L.Trainer(
-        max_steps=6,
-        accelerator="cpu",
-        devices=2,
-        strategy=L.pytorch.strategies.DDPStrategy(process_group_backend="gloo"),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = one_of_two_ranks(
+        [LossScaleMonitor(), RankTelemetry()],
+        6,
         plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))],
-        callbacks=[LossScaleMonitor(), RankTelemetry()],
     )
     journal = context_of(trainer).journal = Overflow()
     trainer.fit(Overflows(), DataLoader(torch.randn(48, 4), batch_size=4))

@@ -6,16 +6,14 @@ Usage: ``python triage_two_ranks.py FOLDER``
 from __future__ import annotations
 
 import json
-import logging
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
-from triage_models import Net, Samples, collate
+from triage_models import Net, Samples, collate, one_of_two_ranks
 
 from lightning_sentinel import NonFiniteTracer, RankTelemetry
 from lightning_sentinel.context import context_of
@@ -127,21 +125,10 @@ class Gavel(L.Callback):
 
 
 def main() -> None:
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    L.seed_everything(0, verbose=False)
-    trainer = L.Trainer(
-        max_steps=max(FAULTS) + 1,
-        accelerator="cpu",
-        devices=2,
-        strategy=L.pytorch.strategies.DDPStrategy(process_group_backend="gloo"),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = one_of_two_ranks(
+        [Fault(), NonFiniteTracer(["blocks.*"]), RankTelemetry(), Gavel()],
+        max(FAULTS) + 1,
         use_distributed_sampler=False,
-        callbacks=[Fault(), NonFiniteTracer(["blocks.*"]), RankTelemetry(), Gavel()],
     )
     data = Samples("", 96, 0)
     sampler = DistributedSampler(data, 2, trainer.global_rank, shuffle=False)

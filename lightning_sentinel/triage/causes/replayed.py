@@ -7,7 +7,6 @@ import math
 from ...incidents import Verdict, VerdictKind
 from ..ladder import HIGH
 from ..replay import ReplayResult
-from ..tokens import hook_of
 from .computation import Computation
 
 REPEATS = 2  # further replays that tell a one-off from a rank that wavers
@@ -18,7 +17,7 @@ class Replayed(Computation):
 
     def replay_step(self) -> Verdict | None:
         """The same step again: equal to the bit, or not."""
-        if not self.affords(1 if hook_of(self.module) is None else 2, "replay"):
+        if not self.affords(self._forwards(tokens=True), "replay"):
             return None
         self.main = result = self._replay("replay", keep_grads=True, tokens=True)
         if result is None:
