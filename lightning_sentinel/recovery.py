@@ -152,5 +152,9 @@ def give_up(incident: Incident, step: int, case: str) -> None:
     """Close an incident as escalated: its ladder has ended in ``stop``, the newest of its actions."""
     incident.status, incident.closed_step = IncidentStatus.ESCALATED, step
     tried = [str(a["action"]) for a in incident.actions[:-1] if a["action"] != Action.NONE]
-    why = f"{', '.join(tried)} did not help" if tried else "nothing could be done"
+    if tried:
+        why = f"{', '.join(tried)} did not help"
+    else:  # the answers that there are were not to be had, or their budgets are spent by other incidents
+        passed_over = incident.actions[-1].get("passed_over") if incident.actions else None
+        why = "; ".join(map(str, passed_over)) if passed_over else "nothing could be done"
     incident.closing = f"the run stops at step {step}: {why}, and {case} has no further answer"

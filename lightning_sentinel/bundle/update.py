@@ -172,8 +172,10 @@ def _measured(
         for name, parameter in named.items():
             grad = gradient.get(name)
             parameter.grad = None if grad is None or name not in mine else grad.to(parameter).clone()
-        norm = norm_of([p.grad for p in mine.values() if p.grad is not None])
         by_norm = bundle.run["trainer"].get("gradient_clip_algorithm") in (None, "norm")
+        if clip and not by_norm:
+            torch.nn.utils.clip_grad_value_(list(mine.values()), float(clip))
+        norm = norm_of([p.grad for p in mine.values() if p.grad is not None])
         if clip and by_norm and norm > float(clip):
             torch.nn.utils.clip_grad_norm_(list(mine.values()), float(clip))
             clipped_from = norm

@@ -129,10 +129,12 @@ def agreement(mine: Verdict, recorded: Verdict) -> bool | None:
         True
         >>> agreement(Verdict(VerdictKind.DATA, ("sample:a",)), Verdict(VerdictKind.NUMERICS, ("module:b",)))
         False
+        >>> agreement(Verdict(VerdictKind.DATA, ("sample:a",)), Verdict(VerdictKind.DATA))  # hard data, nobody's fault
+        False
     """
     if VerdictKind.UNDETERMINED in (mine.kind, recorded.kind):
         return None
-    named = not mine.culprits or not recorded.culprits or bool(set(mine.culprits) & set(recorded.culprits))
+    named = mine.culprits == recorded.culprits or bool(set(mine.culprits) & set(recorded.culprits))
     return mine.kind is recorded.kind and named
 
 

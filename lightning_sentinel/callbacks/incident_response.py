@@ -410,7 +410,8 @@ class IncidentResponse(SentinelCallback):
         if watch.case in _STATE_AT_FAULT and watch.blames_restore_point(record.step):
             assert watch.restored is not None
             since = min(since, watch.restored - 1)
-        nonfinite = record.has_nonfinite and not self._scaler_handles(trainer, record)
+        # Not the slow rank's: what is not finite in the same record is answered for itself.
+        nonfinite = kinds != _SLOW and record.has_nonfinite and not self._scaler_handles(trainer, record)
         untouched = self.context(trainer).weights_untouched_since(min(since, record.step), record.step)
         situation = Situation(
             case=watch.case,

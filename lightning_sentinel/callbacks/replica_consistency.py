@@ -72,10 +72,10 @@ class ReplicaConsistency(SentinelCallback):
         100
 
     Journalled: ``replicas.compared`` at the start (how many tensors, what is left out and why),
-    ``replicas.local_buffers`` when further buffers are left out, ``replicas.agree_again`` and (at the end of the fit)
-    ``replicas.still_differ`` where replicas have differed, and the finding ``replica_drift``, an incident, with
-    ``rank:<r>`` and ``parameter:<name>``, ``buffer:<name>`` or ``optimizer:<key>`` as culprits. Nothing is logged to the
-    loggers.
+    ``replicas.local_buffers`` when further buffers are left out, ``replicas.agree_again`` where replicas have differed and
+    ``replicas.still_differ`` where they do at the end of a fit that no exception ends, and the finding ``replica_drift``, an
+    incident, with ``rank:<r>`` and ``parameter:<name>``, ``buffer:<name>`` or ``optimizer:<key>`` as culprits. Nothing is
+    logged to the loggers.
 
     Args:
         every_n_steps: Steps between two looks. While replicas differ, at most 10.
@@ -354,8 +354,10 @@ class ReplicaConsistency(SentinelCallback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.equal_step, self._differ = state_dict["equal_step"], state_dict["differ"]
-        self._parted_step = state_dict.get("parted_step")  # states from before this was kept have none
+        self.equal_step = state_dict["equal_step"]
+        if not self._differ:  # a drift that a rollback has undone is over when the next look says so
+            self._differ = state_dict["differ"]
+            self._parted_step = state_dict.get("parted_step")  # states from before this was kept have none
         self.local_buffers = set(state_dict["local_buffers"])
         self._forget()
 

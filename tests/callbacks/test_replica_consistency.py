@@ -179,6 +179,8 @@ def test_and_with_the_response_all_ranks_go_back_to_where_they_were_equal(ranks:
     assert incident["verdict"]["culprits"] == ["rank:1", "parameter:first.weight"]
     assert [(a["action"], a["to_step"]) for a in incident["actions"]] == [("rollback_replay", EVERY)]
     assert result["apart"] == 0.0
+    (agree,) = result["agree"]
+    assert agree["seen_step"] == FIRST_LOOK
 
 
 @pytest.mark.distributed

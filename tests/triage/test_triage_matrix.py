@@ -1,4 +1,4 @@
-"""A real part of the matrix of faults: every fault once on one rank, those of a rank on two. All seeds: the benchmark."""
+"""A part of the matrix of faults: every fault once on one rank, six of those of a rank on two. All seeds: the benchmark."""
 
 from __future__ import annotations
 
