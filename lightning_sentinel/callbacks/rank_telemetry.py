@@ -142,6 +142,8 @@ class RankTelemetry(SentinelCallback):
     ``sentinel/step_seconds``      slowest rank, seconds between gates
     ``sentinel/data_seconds``      slowest rank, of which waiting for data
     ``sentinel/wait_seconds``      of which the rank that waited longest has waited for others
+    ``sentinel/slowest_rank``      the rank with the longest time of its own, waiting for others left out (several ranks)
+    ``sentinel/own_seconds``       that time (several ranks)
     ``sentinel/loss/<source>``     loss of one source of the mixture, nats
     ``sentinel/tokens``            tokens so far over all ranks
     ``sentinel/attempt``           which pass over this step it is
@@ -704,6 +706,7 @@ class RankTelemetry(SentinelCallback):
             "wait_seconds": fields["wait_seconds"],
             "tokens": record.tokens,
             "attempt": record.attempt,
+            **{k: fields[k] for k in ("slowest_rank", "own_seconds") if k in fields},
         }
         if self.vocabulary_size is not None:
             metrics["nats_below_uniform"] = math.log(self.vocabulary_size) - fields["loss"]
@@ -805,9 +808,28 @@ def _several_ranks(record: StepRecord) -> dict[str, Any]:
         "grad_norm": record.grad_norm,
         "update_norm": record.update_norm,
         "loss_scale": float(record.column("loss_scale")[0]),
-        "step_seconds": record.largest("step_seconds"),
-        "data_seconds": record.largest("data_seconds"),
-        "wait_seconds": record.largest("wait_seconds"),
+        **_seconds(record),
+    }
+
+
+def _seconds(record: StepRecord) -> dict[str, Any]:
+    """Largest and median over the ranks of the seconds of a step, and the rank that took longest by itself.
+
+    Under a data-parallel strategy the wall time of a step is everybody's: only what is left of it without the waiting for
+    others, a rank's own time, tells who is slow.
+    """
+    columns = {name: record.column(name) for name in ("step_seconds", "data_seconds", "wait_seconds")}
+    own = columns["step_seconds"] - columns["wait_seconds"]
+    columns["own_seconds"] = own
+    if record.world_size <= ALL_RANKS:
+        middle = {name: sorted_median(sorted(column.tolist())) for name, column in columns.items()}
+    else:
+        middle = {name: float(np.median(column)) for name, column in columns.items()}
+    return {
+        **{name: float(column.max()) for name, column in columns.items()},
+        # to the microsecond: the line is one of very many
+        **{f"{name}_median": round(seconds, 6) for name, seconds in middle.items()},
+        "slowest_rank": int(np.argmax(own)),
     }
 
 

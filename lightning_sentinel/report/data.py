@@ -36,6 +36,12 @@ COLUMNS = (
     "step_seconds",
     "data_seconds",
     "wait_seconds",
+    "own_seconds",
+    "step_seconds_median",
+    "data_seconds_median",
+    "wait_seconds_median",
+    "own_seconds_median",
+    "slowest_rank",
     "applied_steps",
 )
 # Rows of the heat map.

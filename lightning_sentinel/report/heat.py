@@ -30,6 +30,7 @@ class HeatMap:
         shown: Number of rows.
         world_size: Number of ranks.
         worst: Ranks that were the worst more often than chance allows, as :func:`often_worst` tells.
+        seconds: Where the time of a step goes and which rank is slow, in sentences; empty where the journal does not tell.
     """
 
     svg: tuple[str, ...]
@@ -38,6 +39,7 @@ class HeatMap:
     shown: int
     world_size: int
     worst: list[tuple[int, float, float]]
+    seconds: str = ""
 
 
 def heat_map(
@@ -73,17 +75,43 @@ def heat_map(
     image = _png(_shade(cells / full, broken))
     labelled = sorted({*named, rank, *(r for r, _, _ in worst)})
     pictures = tuple(_picture(steps, starts, image, labelled, text, sheet) for sheet in sheets)
-    return HeatMap(pictures, text, full, len(cells), max(steps.world_size, len(cells)), worst)
+    return HeatMap(pictures, text, full, len(cells), max(steps.world_size, len(cells)), worst, seconds_words(steps))
 
 
-def often_worst(steps: Steps) -> list[tuple[int, float, float]]:
+def seconds_words(steps: Steps) -> str:
+    """Where the median rank's time goes, and who is slow by its own time: that of a step without the waiting for others."""
+    slowest, own, usual = steps["slowest_rank"], steps["own_seconds"], steps["own_seconds_median"]
+    parts = [steps[f"{name}_seconds_median"] for name in ("step", "data", "wait")]
+    told = np.isfinite([slowest, own, *parts]).all(axis=0) & (usual > 0)
+    if not told.any():
+        return ""
+    step, data, wait = (float(np.median(part[told])) for part in parts)
+    words = (
+        f"A step takes the median rank {step:.3g} s, of which it waits {data:.3g} s for data and {wait:.3g} s for other"
+        " ranks."
+    )
+    slow = []
+    for rank, share, chance in often_worst(steps, "slowest_rank"):
+        times = float(np.median((own / np.where(told, usual, 1.0))[told & (slowest == rank)]))
+        slow.append(
+            f"rank {rank} ({share:.0%} of the steps; with equal ranks it would be {chance:.1%}), {times:.2f} times the"
+            " median rank's own time"
+        )
+    if not slow:
+        return f"{words} By its own time, waiting for others left out, no rank is the slowest more often than chance allows."
+    return f"{words} Slowest by its own time, waiting for others left out: {'; '.join(slow)}.".replace("%", " %")
+
+
+def often_worst(steps: Steps, column: str = "worst_rank") -> list[tuple[int, float, float]]:
     """Ranks that were the worst more often than equal ranks would be: rank, share of its steps, share expected by chance.
+
+    ``column`` says who was: ``worst_rank`` by loss, ``slowest_rank`` by time.
 
     Under chance a rank is the worst of a step with probability one by the number of ranks, which a restart may change: the
     count is a sum of Bernoulli variables, and its normal approximation judges. The most frequent first, at most five.
     """
-    known = np.isfinite(steps["worst_rank"])
-    worst = steps["worst_rank"][known].astype(np.int64)
+    known = np.isfinite(steps[column])
+    worst = steps[column][known].astype(np.int64)
     if not worst.size:
         return []
     worlds = np.where(steps.worlds > 0, steps.worlds, max(steps.world_size, 2))[known]

@@ -207,6 +207,29 @@ def test_arithmetic_of_averaging() -> None:
     assert large.worst_rank == 700
 
 
+@pytest.mark.parametrize("ranks", [4, 400])
+def test_the_line_names_the_rank_that_is_slow_and_not_those_that_wait_for_it(ranks: int) -> None:
+    """All take half a second; rank 2 works for nearly all of it, rank 1 waits for its data, most wait for rank 2."""
+    record = StepRecord.from_losses(5, [2.0] * ranks)
+    record.values[:, SIGNAL_INDEX["step_seconds"]] = 0.5
+    record.values[:, SIGNAL_INDEX["wait_seconds"]] = 0.3
+    record.values[:, SIGNAL_INDEX["data_seconds"]] = 0.01
+    record.values[2, SIGNAL_INDEX["wait_seconds"]] = 0.05
+    record.values[1, SIGNAL_INDEX["data_seconds"]] = 0.1
+    fields = step_fields(record, True, 5, 0, 5, rank=0)
+    assert {k: v for k, v in fields.items() if "seconds" in k or "slow" in k} == {
+        "step_seconds": 0.5,
+        "data_seconds": 0.1,
+        "wait_seconds": 0.3,
+        "own_seconds": pytest.approx(0.45),
+        "step_seconds_median": 0.5,
+        "data_seconds_median": 0.01,
+        "wait_seconds_median": 0.3,
+        "own_seconds_median": 0.2,
+        "slowest_rank": 2,
+    }
+
+
 def test_ranks_without_supervised_tokens_do_not_move_the_mean() -> None:
     record = StepRecord.from_losses(0, [math.nan, 2.0, 4.0], supervised_tokens=[0, 10, 30])
     assert record.mean_loss == 3.5

@@ -173,3 +173,5 @@ def test_the_logger_gets_both_ranks_and_never_only_their_mean(folder: Path, rank
     expected = {"mean": mean(losses), "min": min(losses), "median": mean(losses), "max": max(losses)}
     assert {k: line[f"sentinel/loss_{k}"] for k in expected} == pytest.approx(expected, rel=1e-6)
     assert line["sentinel/worst_rank"] == losses.index(max(losses))
+    assert line["sentinel/slowest_rank"] in (0, 1)
+    assert 0 < line["sentinel/own_seconds"] <= line["sentinel/step_seconds"]

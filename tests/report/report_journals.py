@@ -52,6 +52,8 @@ class MadeRun:
         self.scale = 1.0
         self.peak_lr, self.warmup, self.horizon = 3e-3, 20, 400
         self.bad_rank: dict[int, float] = {}
+        self.slow_rank: int | None = None
+        self.chance = np.random.default_rng(seed + 1)
         self.extra = 0.0
         self.lr_factor = 1.0
 
@@ -105,8 +107,8 @@ class MadeRun:
                 update_norm=float(0.2 * self.lr(step) / self.peak_lr) if step % 10 == 0 else float("nan"),
                 lr=[self.lr(step) * self.lr_factor],
                 loss_scale=self.scale,
-                step_seconds=0.05,
                 data_seconds=0.002,
+                **self.seconds(),
                 applied=applied,
                 applied_steps=sum(self.applied),
                 sample_ids=[f"prose/{step:08x}/{k}" for k in range(2)],
@@ -121,6 +123,24 @@ class MadeRun:
                     else {}
                 ),
             )
+        for journal in self.journals:
+            journal.flush()
+
+    def seconds(self) -> dict[str, Any]:
+        """Of a step: on several ranks all wait for the slow one, or for anybody."""
+        if self.ranks == 1:
+            return {"step_seconds": 0.05}
+        slow = self.slow_rank
+        return {
+            "step_seconds": 0.05,
+            "wait_seconds": 0.03,
+            "own_seconds": 0.021 if slow is None else 0.04,
+            "step_seconds_median": 0.05,
+            "data_seconds_median": 0.001,
+            "wait_seconds_median": 0.03,
+            "own_seconds_median": 0.02,
+            "slowest_rank": int(self.chance.integers(self.ranks)) if slow is None else slow,
+        }
 
     def incident(
         self,

@@ -18,7 +18,7 @@ from lightning_sentinel.report.build import write_reports
 from lightning_sentinel.report.chart import build_chart, lay_out, loss_limits, place, thin, thin_band
 from lightning_sentinel.report.curve import key_lines, render_png
 from lightning_sentinel.report.data import load_run
-from lightning_sentinel.report.heat import heat_map, often_worst
+from lightning_sentinel.report.heat import heat_map, often_worst, seconds_words
 from lightning_sentinel.report.html import cards, glance, layer_words, render_html
 from lightning_sentinel.report.summary import summarise
 from lightning_sentinel.report.svg import NARROW, WIDE, chart_svg, linear_ticks, log_ticks
@@ -183,6 +183,40 @@ def test_a_rank_is_named_for_being_the_worst_only_beyond_chance(tmp_path: Path) 
     run.end()
     steps = load_run(tmp_path).steps
     assert often_worst(steps) == [(2, float((steps["worst_rank"] == 2).mean()), 0.25)]
+
+
+def test_the_page_says_where_the_time_goes_and_who_is_slow(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path, ranks=4)
+    run.begin()
+    run.run(100)
+    words = "A step takes the median rank 0.05 s, of which it waits 0.001 s for data and 0.03 s for other ranks."
+    equal = (
+        f"{words} By its own time, waiting for others left out, no rank is the slowest more often than chance allows."
+    )
+    assert seconds_words(load_run(tmp_path).steps) == equal
+    run.slow_rank = 3
+    run.run(300)
+    run.end()
+    data = load_run(tmp_path)
+    share = float((data.steps["slowest_rank"] == 3).mean())
+    expected = (
+        f"{words} Slowest by its own time, waiting for others left out: rank 3 ({100 * share:.0f} % of the steps; with"
+        " equal ranks it would be 25.0 %), 2.00 times the median rank's own time."
+    )
+    assert share > 0.75
+    assert seconds_words(data.steps) == expected
+    assert f"<p>{expected}</p>" in render_html(data, summarise(data)).replace("&#39;", "'")
+
+
+def test_a_journal_that_does_not_tell_the_seconds_of_the_ranks_is_read_without_them(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path, ranks=2)
+    run.seconds = lambda: {"step_seconds": 0.05}  # type: ignore[method-assign]
+    run.begin()
+    run.run(50)
+    run.end()
+    data = load_run(tmp_path)
+    assert seconds_words(data.steps) == ""
+    assert "A step takes the median rank" not in render_html(data, summarise(data))
 
 
 def test_chance_is_judged_by_the_ranks_of_each_step(tmp_path: Path) -> None:
