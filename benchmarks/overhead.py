@@ -142,7 +142,7 @@ def suite(folder: Path, name: str, **options: Any) -> list[L.Callback]:
 
 
 def suite_lane(
-    folder: Path, name: str, change: Callable[[list[L.Callback]], list[L.Callback]] = list, **o: Any
+    folder: Path, name: str, size: str, change: Callable[[list[L.Callback]], list[L.Callback]] = list, **o: Any
 ) -> Lane:
     """The suite, with everything that it does timed."""
     own = OwnTime()
@@ -151,39 +151,39 @@ def suite_lane(
         made = change(suite(folder, name, **o))
         return [*made, Instrument(made, own)]
 
-    return Lane(name, lambda lane: train(lane, callbacks), own=own)
+    return Lane(name, lambda lane: train(lane, callbacks, size), own=own)
 
 
 def often_probed(made: list[L.Callback]) -> list[L.Callback]:
     return [DeepProbe(every_n_steps=PROBE_EVERY) if isinstance(c, DeepProbe) else c for c in made]
 
 
-def lanes(folder: Path) -> dict[str, Lane]:
+def lanes(folder: Path, size: str) -> dict[str, Lane]:
     anomaly = {
         "resume": lambda: torch.autograd.set_detect_anomaly(True),
         "pause": lambda: torch.autograd.set_detect_anomaly(False),
     }
     found = {
-        "suite": Lane("suite", lambda lane: train(lane, lambda m: suite(folder, "suite"))),
-        "timed": suite_lane(folder, "timed"),
-        "recover": suite_lane(folder, "recover", policy="recover"),
-        "SpikeDetection": Lane("SpikeDetection", lambda lane: train(lane, spike_detection)),
+        "suite": Lane("suite", lambda lane: train(lane, lambda m: suite(folder, "suite"), size)),
+        "timed": suite_lane(folder, "timed", size),
+        "recover": suite_lane(folder, "recover", size, policy="recover"),
+        "SpikeDetection": Lane("SpikeDetection", lambda lane: train(lane, spike_detection, size)),
         "detect_anomaly": Lane(
-            "detect_anomaly", lambda lane: train(lane, lambda m: [], detect_anomaly=True), **anomaly
+            "detect_anomaly", lambda lane: train(lane, lambda m: [], size, detect_anomaly=True), **anomaly
         ),
-        "DebugUnderflowOverflow": Lane("DebugUnderflowOverflow", lambda lane: train(lane, debug_underflow)),
-        "gradient norms": Lane("gradient norms", lambda lane: train(lane, lambda m: [GradientNorms()])),
+        "DebugUnderflowOverflow": Lane("DebugUnderflowOverflow", lambda lane: train(lane, debug_underflow, size)),
+        "gradient norms": Lane("gradient norms", lambda lane: train(lane, lambda m: [GradientNorms()], size)),
     }
-    found["deep probe"] = suite_lane(folder, "deep-probe", often_probed)
+    found["deep probe"] = suite_lane(folder, "deep-probe", size, often_probed)
     return found
 
 
 PEERS = ("SpikeDetection", "detect_anomaly", "DebugUnderflowOverflow", "gradient norms")
 
 
-def measure(rounds: int, folder: Path, only: Sequence[str] | None = None) -> dict[str, Any]:
-    bare = Lane("bare", lambda lane: train(lane, lambda m: []))
-    others = {name: lane for name, lane in lanes(folder).items() if only is None or name in only}
+def measure(rounds: int, folder: Path, only: Sequence[str] | None = None, size: str = "small") -> dict[str, Any]:
+    bare = Lane("bare", lambda lane: train(lane, lambda m: [], size))
+    others = {name: lane for name, lane in lanes(folder, size).items() if only is None or name in only}
     result: dict[str, Any] = {"load_before": os.getloadavg()[0], "rounds": rounds, "peers": {}, "peers_interval": {}}
     with ended([bare, *others.values()]):
         for lane in (bare, *others.values()):
@@ -192,7 +192,7 @@ def measure(rounds: int, folder: Path, only: Sequence[str] | None = None) -> dic
             if lane.own_time is not None:
                 lane.own_time.seconds.clear()
                 lane.own_time.calls.clear()
-            turns = rounds if name == "suite" else max(8, rounds // (3 if name == "timed" else 8))
+            turns = rounds if name == "suite" else max(min(8, rounds), rounds // (3 if name == "timed" else 8))
             pairs = in_pairs(bare, lane, turns, BLOCK)
             median, interval = median_interval(pairs["wall"])
             cpu_median, cpu_interval = median_interval(pairs["cpu"])
@@ -377,7 +377,7 @@ def growth(steps: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def own_us(module: L.LightningModule, width: int, folder: Path, name: str, steps: int = 150) -> float:
+def own_us(module: L.LightningModule, width: int, folder: Path, name: str, steps: int) -> float:
     """Own processor time of the suite in a step, microseconds: the median of the blocks of ten."""
     own, blocks = OwnTime(), []
     made = [c for c in suite(folder, name, policy="observe") if type(c).__name__ != "Rollback"]
@@ -392,9 +392,9 @@ def own_us(module: L.LightningModule, width: int, folder: Path, name: str, steps
     return 1e5 * float(np.median(np.diff(blocks[2:])))
 
 
-def scaling(folder: Path) -> dict[str, Any]:
-    layers = {n: own_us(Simulated(n, 64), 64, folder, f"layers-{n}") for n in (1, 8, 32, 128, 256)}
-    widths = {w: own_us(Simulated(8, w), w, folder, f"width-{w}") for w in (64, 256, 512, 1024, 2048)}
+def scaling(folder: Path, steps: int) -> dict[str, Any]:
+    layers = {n: own_us(Simulated(n, 64), 64, folder, f"layers-{n}", steps) for n in (1, 8, 32, 128, 256)}
+    widths = {w: own_us(Simulated(8, w), w, folder, f"width-{w}", steps) for w in (64, 256, 512, 1024, 2048)}
     parameters = {8 * (w * w + w): us for w, us in widths.items()}
     return {
         "own_us_by_layers": {n: round(us, 1) for n, us in layers.items()},
@@ -456,14 +456,18 @@ def main() -> int:
         "--rounds", type=int, default=100, help=f"rounds of four blocks of {BLOCK} steps; peers an eighth"
     )
     arguments.add_argument("--lanes", nargs="+", help="only these beside the bare Trainer, e.g. suite timed")
+    arguments.add_argument("--model", choices=("small", "tiny"), default="small", help="the example's model")
     arguments.add_argument("--growth", type=int, metavar="STEPS", help="instead: so many steps of a very small model")
     arguments.add_argument("--scaling", action="store_true", help="instead: own time by layers and by parameters")
+    arguments.add_argument("--steps", type=int, default=150, help="of each training of --scaling, at least 40")
     arguments.add_argument("--json", type=Path, help="write the numbers to this file too")
     arguments.add_argument("--png", type=Path, help="draw them into this file")
     add_check(arguments)
     options = arguments.parse_args()
     if options.rounds < 2 or (options.growth is not None and options.growth < 10):
         arguments.error("--rounds must be at least 2 and --growth at least 10.")
+    if options.steps < 40:
+        arguments.error(f"--steps must be at least 40, got {options.steps}.")
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning_sentinel"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -472,9 +476,9 @@ def main() -> int:
         if options.growth is not None:
             result = growth(options.growth, Path(folder))
         elif options.scaling:
-            result = scaling(Path(folder))
+            result = scaling(Path(folder), options.steps)
         else:
-            result = measure(options.rounds, Path(folder), options.lanes)
+            result = measure(options.rounds, Path(folder), options.lanes, options.model)
             if options.lanes is None:
                 result |= first_step(Path(folder)) | {"host_syncs": host_syncs()}
     for name, value in result.items():

@@ -112,6 +112,7 @@ def program(words: Sequence[str]) -> Prints:
     """A script in this process, with its own command line; what it does to logging is undone."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
+    levels = {name: logging.getLogger(name).level for name in ("lightning.pytorch", "lightning_sentinel")}
     log, out = io.StringIO(), io.StringIO()
     mine = logging.StreamHandler(log)
     suite = logging.getLogger("lightning_sentinel")
@@ -134,6 +135,8 @@ def program(words: Sequence[str]) -> Prints:
             root.removeHandler(handler)
             handler.close()
         root.setLevel(level)
+        for name, before in levels.items():
+            logging.getLogger(name).setLevel(before)
         torch.set_num_threads(1)
     assert not code, f"{words} ends with {code}"
     return Prints(out.getvalue(), log.getvalue())

@@ -8,9 +8,8 @@ Commands run as typed, with these changes:
   fault strikes is asserted of every command that names one; what came of it is in the output that the page shows;
 - ``make`` lines are those that ``.ci/run`` itself consists of, which is asserted; so is the fault parade, which ``make
   demo`` is;
-- other examples take a few steps more than until their fault strikes; benchmarks, which take minutes and whose parts have
-  tests of their own, are asked for their help alone, which must have every option of the page;
-- what needs an installation, a job of several hosts or a server is run by the test that the page names
+- other examples take a few steps more than until their fault strikes;
+- benchmarks and what needs an installation, a job of several hosts or a server are run by the test that the page names
   (:mod:`docs_pages`).
 
 ``SENTINEL_DOCS_FULL=1`` trains at full length (half an hour), with the pages' own numbers.
@@ -112,10 +111,7 @@ class Page:
             prints = self.train(line, self.folder / folder)
             self.logs[folder] = prints.log
             return prints
-        if words[1].startswith("benchmarks/"):
-            known = program([str(ROOT / words[1]), "--help"]).out
-            assert {w for w in words[2:] if w.startswith("--")} <= {*re.findall(r"--[\w-]+", known)}, line
-            return Prints()
+        assert words[1].startswith("examples/"), f"{line}: the page must name the test that runs it"
         few = [] if FULL else FEW.get(Path(words[1]).name, [])
         return program([str(ROOT / words[1]), *words[2:], *few])
 

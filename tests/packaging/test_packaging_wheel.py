@@ -75,8 +75,30 @@ def second(tmp_path: Path) -> Path:
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder)
     site = next(folder.glob("lib/python*/site-packages"))
     # Paths in a .pth are appended as they are: the .pth files that lie in them are not read.
-    (site / "borrowed.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    (site / "borrowed.pth").write_text("\n".join(packages()) + "\n")
     return folder
+
+
+def packages() -> list[str]:
+    """Where this environment's packages lie."""
+    return list(
+        dict.fromkeys([sysconfig.get_paths()["purelib"], *(p for p in sys.path if p.endswith("site-packages"))])
+    )
+
+
+@pytest.fixture
+def without_ours(second: Path) -> Path:
+    """The second environment, in which pip sees every other package, but not that this one is installed."""
+    borrowed = second / "borrowed"
+    borrowed.mkdir()
+    for folder in map(Path, packages()):
+        for entry in folder.iterdir():
+            ours = "lightning_sentinel" in entry.name or entry.name == "hydra_plugins" or entry.suffix == ".pth"
+            if not (ours or (borrowed / entry.name).exists()):
+                (borrowed / entry.name).symlink_to(entry)
+    site = next(second.glob("lib/python*/site-packages"))
+    (site / "borrowed.pth").write_text(f"{borrowed}\n")
+    return second
 
 
 def test_wheel_and_sdist_hold_every_file(built: Path) -> None:
@@ -149,21 +171,27 @@ def test_an_editable_install_in_a_second_environment(tree: Path, second: Path, t
     assert printed[0]["path"] == "callbacks.rollback.every_n_steps"
 
 
-def test_pip_lines_of_the_documentation(built: Path, second: Path, tmp_path: Path, documented: list[Block]) -> None:
-    """``pip install`` as typed, in another environment, from the wheel in place of the index; nothing is installed."""
+def test_pip_lines_of_the_documentation(
+    built: Path, without_ours: Path, tmp_path: Path, documented: list[Block]
+) -> None:
+    """``pip install`` as typed, in another environment: everything it asks for is looked for; the wheel is the built one."""
+    python = without_ours / "bin" / "python"
     for block in documented:
         for line in commands(block.take()):
             words = shlex.split(line)
             assert words[:2] == ["pip", "install"]
-            pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", second / "bin" / "python"]
-            fresh = ["--dry-run", "--no-deps", "--ignore-installed", "--no-index", "--find-links", built]
-            printed = run(*pip, "install", *fresh, *words[2:], cwd=tmp_path)
-            assert f"Would install lightning-sentinel-{lightning_sentinel.__version__}" in printed
-            (extra,) = (w.partition("[")[2].rstrip("]") for w in words[2:] if "[" in w)
-            (wheel,) = built.glob("*.whl")
-            with zipfile.ZipFile(wheel) as file:
-                (metadata,) = (n for n in file.namelist() if n.endswith("METADATA"))
-                assert f"Provides-Extra: {extra}" in file.read(metadata).decode().splitlines()
+            pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
+            printed = run(*pip, "install", "--no-index", "--find-links", built, *words[2:], cwd=tmp_path)
+            assert f"Successfully installed lightning-sentinel-{lightning_sentinel.__version__}" in printed
+            assert "Requirement already satisfied: lightning" in printed  # what it depends on was looked for
+            assert "Requirement already satisfied: jinja2" in printed  # and what the extra does
+            site = next(without_ours.glob("lib/python*/site-packages"))
+            where = "import lightning_sentinel, sys; sys.stdout.write(lightning_sentinel.__file__)"
+            assert Path(run(python, "-c", where, cwd=tmp_path)) == site / "lightning_sentinel" / "__init__.py"
+            assert "usage: lightning-sentinel" in run(
+                without_ours / "bin" / "lightning-sentinel", "--help", cwd=tmp_path
+            )
+            run(*pip, "uninstall", "--yes", "lightning-sentinel", cwd=tmp_path)
 
 
 def test_pip_install_of_a_source_tree(built: Path, tmp_path: Path) -> None:
