@@ -33,9 +33,16 @@ def infra_event(trainer: Trainer, kind: str, text: str) -> None:
         kind: A short word, e.g. ``restart``, ``ecc``, ``preemption``, ``link``.
         text: A sentence for people. What looks like a secret is redacted.
     """
+    note_infra(trainer, kind, text, trainer.global_step)
+
+
+def note_infra(trainer: Trainer, kind: str, text: str, step: int) -> None:
+    """:func:`infra_event` where the Trainer does not stand at ``step`` yet: it is about to resume there."""
     if not kind or not text:
         raise ValueError(f"infra_event needs a kind and a text, found kind {kind!r} and text {text!r}.")
     context = context_of(trainer)
     text = redact(text)
-    context.infra_events.append({"time": time.time(), "step": trainer.global_step, "kind": kind, "text": text})
-    context.write(trainer, "infra.event", kind=kind, text=text)
+    context.infra_events.append({"time": time.time(), "step": step, "kind": kind, "text": text})
+    context.journal.write(
+        "infra.event", step=step, attempt=context.attempt, tokens=context.tokens, kind=kind, text=text
+    )

@@ -39,6 +39,7 @@ from .base import (
     watch_lightning_files,
 )
 from .rank_telemetry import RankTelemetry
+from .run_journal import RunJournal
 
 log = logging.getLogger("lightning_sentinel")
 
@@ -161,6 +162,9 @@ class ForensicCheckpoint(SentinelCallback):
         fit.bucket = self._bucket(step)
         keeper.probation.clean_from = step
         fit.attempt = self.context(trainer).attempt
+        journal = find_callback(trainer, RunJournal)
+        if journal is not None:
+            journal.tell_changes(trainer, step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._fit.keeper is not None:

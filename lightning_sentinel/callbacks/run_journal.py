@@ -27,7 +27,7 @@ from ..alerts import Webhook, alert_of
 from ..context import LogSink
 from ..distributed.earlier import Earlier, changes, read_earlier
 from ..images import log_curve
-from ..infra import infra_event
+from ..infra import note_infra
 from ..journal import Journal, redact, to_json
 from ..limits import check_limits
 from ..progress import TRAINING_LOG, Progress
@@ -116,6 +116,7 @@ class RunJournal(SentinelCallback):
         self.status = Status()
         self._before = Earlier()
         self._hosts: list[str] = []
+        self._restarts = 0
         self._changes_told = True
         self._journal: Journal | None = None
         self._ended = True
@@ -146,9 +147,11 @@ class RunJournal(SentinelCallback):
         # Ranks that were started separately may each have made their own time stamp; rank 0's counts.
         self.run_dir = Path(trainer.strategy.broadcast(str(chosen) if trainer.is_global_zero else "", src=0))
         mine = read_earlier(self.run_dir, trainer.global_rank, trainer.world_size)
-        told = gather_objects(trainer, [(mine, socket.gethostname())])
-        self._before = Earlier.merged(part for part, _ in told)
-        self._hosts = [host for _, host in told]
+        told = gather_objects(trainer, [(mine, socket.gethostname(), restart_count())])
+        self._before = Earlier.merged(part for part, _, _ in told)
+        self._hosts = [host for _, host, _ in told]
+        # An agent that follows another's restart does not raise its own count, so that nodes differ in it.
+        self._restarts = max(count for _, _, count in told)
         self._earlier = self._before.world_sizes
         self._journal = Journal(self.run_dir, trainer.global_rank, max_bytes=self.max_bytes, listener=self._see)
         if self.webhook is not None and trainer.is_global_zero:
@@ -196,21 +199,24 @@ class RunJournal(SentinelCallback):
         self._changes_told = False
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if not self._changes_told:
-            self._tell_changes(trainer)
+        self.tell_changes(trainer, trainer.global_step)
 
-    def _tell_changes(self, trainer: Trainer) -> None:
-        """What has changed since the last fit in this folder, once it is known at which step this one goes on."""
+    def tell_changes(self, trainer: Trainer, step: int) -> None:
+        """What has changed since the last fit in this folder, once it is known that this one goes on at ``step``.
+
+        Before the state is put back: a start that dies in that is told of, too.
+        """
+        if self._changes_told:
+            return
         self._changes_told = True
         if not trainer.is_global_zero:
             return
         if self._earlier and self._earlier[-1] != trainer.world_size:
-            self.context(trainer).write(
-                trainer, "topology.changed", old_world_size=self._earlier[-1], world_size=trainer.world_size
-            )
-        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        for kind, text in changes(self._before, self._hosts, int(restarts) if restarts.isdecimal() else 0):
-            infra_event(trainer, kind, text)
+            context, sizes = self.context(trainer), (self._earlier[-1], trainer.world_size)
+            where = {"step": step, "attempt": context.attempt, "tokens": context.tokens}
+            context.journal.write("topology.changed", **where, old_world_size=sizes[0], world_size=sizes[1])
+        for kind, text in changes(self._before, self._hosts, self._restarts):
+            note_infra(trainer, kind, text, step)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         note_restart(trainer)
@@ -331,8 +337,7 @@ class RunJournal(SentinelCallback):
             self._unwrap_bar = None
         if self._journal is None or self._ended:
             return
-        if not self._changes_told:
-            self._tell_changes(trainer)
+        self.tell_changes(trainer, trainer.global_step)
         self._ended = True
         context = self.context(trainer)
         context.write(
@@ -530,6 +535,12 @@ def versions() -> dict[str, str]:
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
     return found
+
+
+def restart_count() -> int:
+    """How often torchelastic's agent has started this process's worker anew; 0 under another launcher."""
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return int(count) if count.isdecimal() else 0
 
 
 def _default_run_dir(trainer: Trainer) -> Path:

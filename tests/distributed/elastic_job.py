@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,34 +18,52 @@ SCRIPT = Path(__file__).with_name("elastic_script.py")
 ROLLBACK_EVERY = 9
 
 # The agent of torchrun itself, with its own environment for the workers; they are forked from a process that has
-# imported everything, because fifty restarts would otherwise spend most of their time on imports.
+# imported everything, because fifty restarts would otherwise spend most of their time on imports. One job after another.
 AGENT = """
-import signal, sys
+import json, os, runpy, signal, sys
 sys.path.insert(0, {folder!r})
 import elastic_script
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-def worker(*arguments):
+def worker(script, folder, *arguments):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the agent's own, which a forked worker inherits
-    sys.argv = ["elastic_script.py", *arguments]
+    os.chdir(folder)
+    sys.argv = [script, *arguments]
     try:
-        elastic_script.main()
+        elastic_script.main() if script == elastic_script.__file__ else runpy.run_path(script, run_name="__main__")
     except SystemExit as end:  # a forked worker must return, or the agent waits for its result
         if end.code:
             raise
 
-config = LaunchConfig(
-    min_nodes=1, max_nodes=1, nproc_per_node={ranks}, run_id="job", rdzv_backend="c10d", rdzv_endpoint="localhost:0",
-    max_restarts={restarts}, start_method="fork", monitor_interval=0.1,
-)
-elastic_launch(config, worker)(*sys.argv[1:])
+for job in json.loads(sys.argv[1]):
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=job["ranks"], run_id="job", rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", max_restarts=job["restarts"], start_method="fork", monitor_interval=0.1,
+    )
+    elastic_launch(config, worker)(job["script"], job["folder"], *job["arguments"])
 """
 
 
+@dataclass
+class Job:
+    """What one agent starts, again and again if need be: this module's script, or another one in a folder of its own."""
+
+    arguments: Sequence[str] = ()
+    ranks: int = 2
+    restarts: int = 0
+    script: str = str(SCRIPT)
+    folder: str = "."
+
+
+def agent_of(*jobs: Job) -> list[str]:
+    """torchelastic's agent with forked workers: one job after the other, for which everything is imported once."""
+    code = AGENT.format(folder=str(SCRIPT.parent))
+    return [sys.executable, "-W", "ignore", "-c", code, json.dumps([asdict(job) for job in jobs])]
+
+
 def agent_command(ranks: int, restarts: int, *arguments: str) -> list[str]:
-    """torchelastic's agent with forked workers."""
-    code = AGENT.format(folder=str(SCRIPT.parent), ranks=ranks, restarts=restarts)
-    return [sys.executable, "-W", "ignore", "-c", code, *arguments]
+    """That agent with one job."""
+    return agent_of(Job(arguments, ranks, restarts))
 
 
 def torchrun_command(ranks: int, restarts: int, *arguments: str) -> list[str]:
@@ -52,17 +72,24 @@ def torchrun_command(ranks: int, restarts: int, *arguments: str) -> list[str]:
     return [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *options, str(SCRIPT), *arguments]
 
 
-def run(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(list(command), capture_output=True, text=True, timeout=seconds, check=False)
-    if done.returncode:
-        print(done.stdout[-2000:], done.stderr[-8000:])  # pytest shows it where the test fails
-    return done
+def run(command: Sequence[str], seconds: float, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run it; what is left of it after so many seconds is ended, its workers too."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(list(command), start_new_session=True, **pipes, **options) as process:
+        try:
+            out, err = process.communicate(timeout=seconds)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        print(out[-2000:], err[-8000:])  # pytest shows it where the test fails
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def kill_plan(seed: int, kills: int, ranks: int, steps: int) -> list[dict[str, Any]]:
     """Who dies in which attempt, at which step and in the middle of what; every named middle comes up early."""
     luck = random.Random(seed)
-    named = ["gather", "checkpoint", "rollback", "publish", "backward", "step"]
+    named = ["gather", "checkpoint", "rollback", "publish", "backward", "resume", "sent", "step"]
     plan = []
     for number, step in enumerate(sorted(luck.choices(range(2, steps - 2), k=kills))):
         where = named[number % len(named)]
@@ -70,6 +97,8 @@ def kill_plan(seed: int, kills: int, ranks: int, steps: int) -> list[dict[str, A
             where = "step"  # no rollback follows
         if where in ("checkpoint", "publish") and step > steps - 6:
             where = "gather"  # no save may follow
+        if where == "resume" and step < 8:
+            where = "step"  # nothing has been saved
         rank = 0 if where == "publish" else luck.randrange(ranks)  # rank 0 alone publishes
         plan.append({"rank": rank, "step": step, "where": where})
     return plan

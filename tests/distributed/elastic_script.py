@@ -22,20 +22,21 @@ import lightning as L
 import numpy as np
 import torch
 from distributed_kit import MEETING, CollectiveLimit
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import lightning_sentinel
-from lightning_sentinel import ForensicCheckpoint, Rollback
+from lightning_sentinel import ForensicCheckpoint, Rollback, collectives
 from lightning_sentinel.callbacks import rank_telemetry
 from lightning_sentinel.checkpoint.atomic import Disk
 from lightning_sentinel.data import MixtureLoader
 from lightning_sentinel.distributed import init_process_group
 from lightning_sentinel.incidents import Action
 from lightning_sentinel.state import snapshot as snapshots
+from lightning_sentinel.state.tree import local
 
 torch.set_num_threads(1)
-WHERE = ("step", "gather", "checkpoint", "rollback", "backward", "publish")
 
 
 class Points:
@@ -62,6 +63,11 @@ class Net(L.LightningModule):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1))
 
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            for part in (part for part in self.net if any(True for _ in part.parameters())):
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
+
     def on_train_start(self) -> None:
         if self.trainer.global_step == 0:
             torch.manual_seed(1000 + self.global_rank)
@@ -78,6 +84,7 @@ class Killer(L.Callback):
     """Ends this process in the middle of what the plan names, at the first chance from the plan's step on.
 
     Just before, it leaves the plan's entry as ``killed-<attempt>`` in the run folder: what shows that the kill took place.
+    A ``resume`` has no step of its own: it is the one with which its attempt begins.
     """
 
     def __init__(self, plan: dict[str, Any], folder: Path, attempt: int) -> None:
@@ -90,7 +97,12 @@ class Killer(L.Callback):
         sys.stdout.flush()
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if self.where == "resume":
+            _after(snapshots, "restore_cursor", 1, self.die)
+
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        assert self.where != "resume"
         if self.armed or trainer.global_step < self.step:
             return
         self.armed = True
@@ -101,8 +113,10 @@ class Killer(L.Callback):
             self.die()
         elif self.where == "gather":  # the others are in it already, or will wait in it
             rank_telemetry.gather_flat = lambda *_: self.die()
-        elif self.where == "backward":
-            next(iter(pl_module.parameters())).register_hook(lambda _: self.die())
+        elif self.where == "sent":  # its own part is on its way to them
+            _during(collectives, "_gather", self.die)
+        elif self.where == "backward":  # behind the last layer, before the first
+            pl_module.net[2].register_full_backward_hook(lambda *_: self.die())
         elif self.where == "checkpoint":
             _after(Disk, "write", 2, self.die)
         elif self.where == "publish":
@@ -132,6 +146,17 @@ def _after(owner: Any, name: str, calls: int, die: Callable[[], None]) -> None:
         if count >= calls:
             die()
         return result
+
+    setattr(owner, name, call)
+
+
+def _during(owner: Any, name: str, die: Callable[[], None]) -> None:
+    """Die when the collective ``owner.name`` has begun and is not waited for yet."""
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        original(*args, **kwargs, async_op=True)
+        die()
 
     setattr(owner, name, call)
 
@@ -184,10 +209,17 @@ class Pace(L.Callback):
         time.sleep(self.seconds)
 
 
+def strategy_of(name: str, devices: int) -> Strategy:
+    if name == "fsdp2":
+        return ModelParallelStrategy(devices, 1, process_group_backend="gloo", timeout=MEETING)
+    return DDPStrategy(timeout=MEETING)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--strategy", choices=["ddp", "fsdp2"], default="ddp")
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--every", type=int, default=4)
     parser.add_argument("--batch", type=int, default=4, help="over all ranks")
@@ -235,7 +267,7 @@ def main() -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=arguments.devices,
-        strategy=DDPStrategy(timeout=MEETING),
+        strategy=strategy_of(arguments.strategy, arguments.devices),
         max_epochs=-1,
         max_steps=arguments.steps,
         logger=False,
@@ -248,7 +280,7 @@ def main() -> None:
     per_epoch = None if arguments.endless else 10
     batch_size = arguments.batch // trainer.world_size
     trainer.fit(module, MixtureLoader(sources, batch_size=batch_size, steps_per_epoch=per_epoch, seed=3))
-    bits = [struct.pack(">f", float(v)).hex() for p in module.state_dict().values() for v in p.detach().flatten()]
+    bits = [struct.pack(">f", float(v)).hex() for p in module.state_dict().values() for v in local(p).flatten()]
     (arguments.folder / f"weights-{rank}.json").write_text(json.dumps(bits))
 
 
