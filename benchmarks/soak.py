@@ -1,6 +1,6 @@
 """A job that is killed again and again: is anything lost, or repeated without a line that says so?
 
-    kills              ranks that really ended by SIGKILL: at a step, in a gather, a backward, a checkpoint, a rollback, a resume
+    kills              ranks that really ended by SIGKILL: in a step, gather, backward, checkpoint, rollback, resume
     resumed            restarts that went on from a checkpoint (before the first one a restart begins anew)
     problems           kills and restarts that are not as planned, differences from the same training without a kill,
                        repetitions that differ from the first time or that no line announces; must be 0
