@@ -50,7 +50,8 @@ def story(row: Drilled) -> str:
     """What became of a fault, in the order in which it happened."""
     if row.seen_step is None:
         return "struck" if row.fired else "did not strike"
-    named = ", ".join(row.culprits[:2]) or "nobody named"
+    more = f" and {len(row.culprits) - 2} more" if len(row.culprits) > 2 else ""
+    named = (", ".join(row.culprits[:2]) or "nobody named") + more
     done = " -> ".join(row.answers) or "no answer"
     tail = f" ({row.path})" if row.path else ""
     return f"seen at {row.seen_step}; {row.verdict}, {named}; {done}; {row.status}{tail}"

@@ -14,6 +14,7 @@ import pytest
 from docs_pages import ROOT, Block, not_shown
 
 from lightning_sentinel import progress
+from lightning_sentinel.canary import app
 from lightning_sentinel.canary.app import shared_overrides
 from lightning_sentinel.canary.drill import DEFAULT, timeline
 from lightning_sentinel.canary.judge import LegEnd, judge
@@ -52,13 +53,19 @@ def test_the_example_passes_and_leaves_a_page(
     assert started["config"]["callbacks"]["spike_detector"]["threshold"] == 6.0  # three quarters of 8
     capsys.readouterr()
     monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
-    ends = (LegEnd(out / leg) for leg in ("clean", "drill"))
-    assert judge(out, timeline(DEFAULT), *ends, progress=True).passed
+
+    def ends() -> list[LegEnd]:
+        return [LegEnd(out / leg) for leg in ("clean", "drill")]
+
+    assert judge(out, timeline(DEFAULT), *ends(), progress=True).passed
     assert re.search(r"^verifying step-\d+: done after ", capsys.readouterr().err, re.MULTILINE)
     assert (out / "canary.html").is_file()
     assert (out / "clean" / "output.log").is_file()
     assert main([*words[:3], "--json", *words[3:]]) == 2
     assert "is there already. Give --out a folder that is not." in capsys.readouterr().err
+    monkeypatch.setattr(app, "run_app", lambda *_, **__: judge(out, timeline(DEFAULT), *ends()))  # the legs are there
+    assert main([words[0], "--json", *words[1:]]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads((out / "canary.json").read_text())
 
 
 def test_what_is_not_an_application_is_refused_with_what_to_do(

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
+from docs_pages import Block
 from sentinel_kit import Loader, Net
 
 import lightning_sentinel
 from lightning_sentinel.callbacks.defaults import ORDER
+from lightning_sentinel.journal import read_journal
 
 pytest.importorskip("jsonargparse", reason='pip install "jsonargparse[signatures]"')
 
@@ -54,6 +59,28 @@ def test_every_callback_by_class_path(tmp_path: Any) -> None:
     assert response.policy.mode == "guard"
     cli.trainer.fit(cli.model, Loader(64))
     assert (tmp_path / "run" / "journal" / "rank-00000.jsonl").exists()
+
+
+def test_the_configuration_of_the_quick_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, documented: list[Block]
+) -> None:
+    """As a file, with ``fit``, as a user's ``train.py`` reads it; what a test sets is the quiet Trainer."""
+    monkeypatch.chdir(tmp_path)
+    (block,) = documented
+    Path("config.yaml").write_text(block.take())
+    quiet = [f"--trainer.{name}={str(value).lower()}" for name, value in TRAINER.items()]
+    monkeypatch.setattr(sys, "argv", ["train.py", "fit", "--config", "config.yaml", *quiet])
+    cli = LightningCLI(Net, ThreeSteps, save_config_callback=None, seed_everything_default=False)
+    ours = [c for c in cli.trainer.callbacks if type(c) in ORDER]  # type: ignore[attr-defined]
+    assert [type(c).__name__ for c in ours] == re.findall(r"lightning_sentinel\.(\w+)", block.content)
+    assert [c.detector.threshold for c in ours if isinstance(c, lightning_sentinel.SpikeDetector)] == [10.0]
+    assert [c.policy.mode for c in ours if isinstance(c, lightning_sentinel.IncidentResponse)] == ["guard"]
+    assert [e["step"] for e in read_journal("runs/my-run") if e["event"] == "step"] == [0, 1, 2]
+
+
+class ThreeSteps(L.LightningDataModule):
+    def train_dataloader(self) -> Loader:
+        return Loader(64)
 
 
 @pytest.mark.parametrize(

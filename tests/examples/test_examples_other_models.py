@@ -9,6 +9,7 @@ from typing import Any
 import gan
 import image_classifier
 import pytest
+import torch
 from sentinel_kit import same_bits, weights
 
 from lightning_sentinel.data.quarantine import QuarantineLedger
@@ -128,6 +129,17 @@ def test_gan_learns_and_the_suite_changes_nothing(play: Fit) -> None:
     assert same_bits(watched, bare)
     assert not of(journal, "incident.opened")
     assert [line["step"] for line in of(journal, "step")] == list(range(160))  # both optimizers' steps
+    before, after = gan.Gan(), gan.Gan()
+    after.load_state_dict(watched)
+    assert radius(before) < 0.4  # a new generator has all its points near the middle
+    assert 0.8 < radius(after) < 1.4  # the real ones lie on the unit circle
+
+
+def radius(model: gan.Gan) -> float:
+    """Mean distance of the generator's points from the middle."""
+    noise = torch.randn(2000, gan.NOISE, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return float(model(noise).norm(dim=1).mean())
 
 
 @pytest.mark.parametrize("fault", ["transient_nan", "cursor_rewind"])

@@ -134,6 +134,16 @@ def test_nobody_at_the_other_end_never_stops_training(
     assert told == f"2 of 2 alerts did not reach the webhook at 127.0.0.1: {reason}"
 
 
+def test_no_answer_in_time_is_a_try_that_failed(serve: Callable[..., Receiver]) -> None:
+    receiver = serve(0, 200)
+    hook = Webhook(receiver.url, timeout_seconds=0.3, retries=1, backoff_seconds=0.05)
+    hook.send({"text": "a"})
+    hook.close(wait_seconds=30)
+    assert [b["text"] for b in receiver.bodies] == ["a", "a"]
+    assert receiver.times[1] - receiver.times[0] > 0.3
+    assert (hook.sent, hook.last_error) == (1, "")
+
+
 def test_it_tries_again_with_growing_pauses(serve: Callable[..., Receiver]) -> None:
     receiver = serve(503, 429, 200)
     hook = Webhook(receiver.url, backoff_seconds=0.2)

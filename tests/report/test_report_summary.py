@@ -265,16 +265,27 @@ def test_a_missing_journal_is_an_error_unless_a_failure_explains_it(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_steps_are_summed_up_in_a_small_report(tmp_path: Path) -> None:
-    run = MadeRun(tmp_path, speed=9000)
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_hundred_thousand_steps_are_summed_up_in_a_small_report(tmp_path: Path, ranks: int) -> None:
+    run = MadeRun(tmp_path, speed=9000, ranks=ranks, keep=(0,))
     run.horizon = 100_000
     run.begin()
     run.applied = []
     lines = []
+    noise = np.random.default_rng(0).normal(0, 0.03, (100_000, ranks)).round(6)
     for n in range(100_000):
-        event = step(n, loss=2.0 + math.exp(-n / 9000), grad_norm=1.0, lr=[1e-3], loss_scale=1.0)
+        loss = 2.0 + math.exp(-n / 9000)
+        each = (loss + noise[n]).tolist()
+        of_ranks = {
+            "rank_losses": each,
+            "worst_rank": int(noise[n].argmax()),
+            "loss_max": max(each),
+            "loss_min": min(each),
+        }
+        event = step(n, loss=loss, grad_norm=1.0, lr=[1e-3], loss_scale=1.0, **(of_ranks if ranks > 1 else {}))
         lines.append(json.dumps(event))
-    run.journals[0].close()
+    for journal in run.journals:
+        journal.close()
     with run.journals[0].path.open("a") as file:
         file.write("\n".join(lines) + "\n")
     result = write_reports(tmp_path)
