@@ -74,6 +74,7 @@ MOST_SCALING = {"layers_off_the_line": 0.5, "parameters_off_the_line": 0.5}  # t
 
 BLOCK = 2  # steps of one turn
 PROBE_EVERY = 4  # steps; what a probe costs is then divided by its default interval
+CLIP = 1.0  # as in configs/trainer/default.yaml
 WARM_UP = 12  # steps of each lane that do not count
 FOREVER = 10_000_000
 
@@ -131,6 +132,7 @@ def train(lane: Lane | None, callbacks: Callbacks, size: str = "small", **option
     torch.manual_seed(0)
     module = HybridLMModule(named_config(size), AdamWCosine(learning_rate=3e-3, total_steps=FOREVER))
     added = callbacks(module)
+    options = {"gradient_clip_val": CLIP} | options
     trainer = trainer_of([*([lane.callback] if lane else []), *added], **options)
     length = 256 if size == "small" else 64
     data = TextMixtureDataModule(max_bytes=200_000, validation_sequences=0, sequence_length=length)

@@ -122,7 +122,7 @@ class RunContext:
         """Take a record into the history; of very many ranks fewer are kept, so that the history stays small."""
         self.history.append(record)
         if len(self.history) > HISTORY_LEAST:
-            most = max(HISTORY_LEAST, HISTORY_BYTES // max(record.values.nbytes, 1))
+            most = max(HISTORY_LEAST, HISTORY_BYTES // max(record.nbytes, 1))
             while len(self.history) > most:
                 self.history.popleft()
 

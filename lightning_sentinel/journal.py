@@ -177,6 +177,13 @@ def to_json(value: Any) -> str:
 
 def _plain(value: Any, depth: int) -> Any:
     """``value`` made of what JSON knows."""
+    kind = type(value)  # exactly these are most of what is written; a subclass may need more
+    if kind is float:
+        return value if value - value == 0.0 else _nonfinite(value)
+    if kind in _AS_THEY_ARE:
+        return value
+    if kind is list and depth <= _MAX_DEPTH:
+        return [v if type(v) in _AS_THEY_ARE else _plain(v, depth + 1) for v in value]
     if isinstance(value, Enum):
         return _plain(value.value, depth)
     if value is None or isinstance(value, (str, bool, int)):
@@ -185,13 +192,19 @@ def _plain(value: Any, depth: int) -> Any:
         return float(value) if math.isfinite(value) else _nonfinite(value)
     if depth > _MAX_DEPTH:
         return f"[nested deeper than {_MAX_DEPTH}: {type(value).__name__}]"
-    if isinstance(value, Mapping):
-        return {str(_plain(k, depth + 1)): _plain(v, depth + 1) for k, v in value.items()}
+    if kind is dict or isinstance(value, Mapping):
+        return {
+            k if type(k) is str else str(_plain(k, depth + 1)): v if type(v) in _AS_THEY_ARE else _plain(v, depth + 1)
+            for k, v in value.items()
+        }
     if isinstance(value, (set, frozenset)):
         return sorted((_plain(v, depth + 1) for v in value), key=str)
     if isinstance(value, (list, tuple)):
         return [_plain(v, depth + 1) for v in value]
     return _plain(_foreign(value), depth + 1)
+
+
+_AS_THEY_ARE = frozenset({str, int, bool, type(None)})
 
 
 def _nonfinite(value: float) -> str:
@@ -251,7 +264,8 @@ def _encoded(line: _Pending, rank: int) -> str:
     now, event, step, attempt, tokens, make = line
     header = _header(rank, now, event, step, attempt, tokens)
     try:
-        return to_json(header | make())
+        # Signals that were not measured are NaN in most steps, so they are looked for first.
+        return to_json(header | _plain(make(), 0))
     except Exception as error:
         return to_json(header | {"unwritable": type(error).__name__})
 

@@ -89,12 +89,24 @@ class StepRecord:
         ``facts``: every other field.
         """
         record = object.__new__(cls)  # a frozen dataclass is a call for each field, in every step
-        record.__dict__.update(facts, values=np.array([row]), numbers=row)
+        record.__dict__.update(facts, numbers=row, world_size=1)
         return record
 
-    @property
+    def __getattr__(self, name: str) -> FloatArray:
+        """The matrix of :meth:`of_one`, made when somebody asks for it."""
+        if name != "values" or "numbers" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        values = self.__dict__["values"] = np.array([self.numbers])
+        return values
+
+    @cached_property
     def world_size(self) -> int:
         return int(self.values.shape[0])
+
+    @property
+    def nbytes(self) -> int:
+        """Of the matrix."""
+        return 8 * self.world_size * len(self.numbers)
 
     def column(self, name: str) -> FloatArray:
         """One signal over all ranks, ``[world_size]``."""
@@ -111,20 +123,20 @@ class StepRecord:
 
     def largest(self, name: str) -> float:
         """Largest value of one signal over the ranks."""
-        if len(self.values) == 1 and name in SIGNAL_INDEX:
+        if self.world_size == 1 and name in SIGNAL_INDEX:
             return self.numbers[SIGNAL_INDEX[name]]
         return float(self.column(name).max())
 
     def any(self, name: str) -> bool:
         """Whether a count or flag is set on any rank."""
-        if len(self.values) == 1 and name in SIGNAL_INDEX:
+        if self.world_size == 1 and name in SIGNAL_INDEX:
             return bool(self.numbers[SIGNAL_INDEX[name]])
         return bool(self.column(name).any())
 
     @cached_property
     def mean_loss(self) -> float:
         """Token-weighted mean loss over the ranks in nats; NaN if nothing is supervised."""
-        if len(self.values) == 1:
+        if self.world_size == 1:
             loss, supervised = self.numbers[:2]
             return loss if supervised > 0 else math.nan
         return weighted_mean(self.column("loss_nats"), self.column("supervised_tokens"))
@@ -132,7 +144,7 @@ class StepRecord:
     @cached_property
     def worst_rank(self) -> int:
         """Rank with the largest (or a non-finite) loss."""
-        if len(self.values) == 1:
+        if self.world_size == 1:
             return 0
         loss = self.column("loss_nats")
         return int(np.argmax(np.where(np.isfinite(loss), loss, np.inf)))
@@ -145,7 +157,7 @@ class StepRecord:
     @cached_property
     def update_norm(self) -> float:
         """Largest update norm of the ranks; NaN if none has measured one."""
-        if len(self.values) == 1:
+        if self.world_size == 1:
             norm = self.numbers[SIGNAL_INDEX["update_norm"]]
             return norm if math.isfinite(norm) else math.nan
         norms = self.column("update_norm")
@@ -153,7 +165,7 @@ class StepRecord:
 
     @cached_property
     def has_nonfinite(self) -> bool:
-        if len(self.values) == 1:
+        if self.world_size == 1:
             return any(self.numbers[i] for i in _NONFINITE)
         return bool(self.values[:, _NONFINITE].any())
 

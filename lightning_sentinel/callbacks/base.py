@@ -112,6 +112,12 @@ class SentinelCallback(Callback):
 
     rewinds = True
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        # Lightning asks for it at every hook of every callback: as a plain attribute, unless a subclass has its own property.
+        if isinstance(cls.state_key, str) or cls.state_key is SentinelCallback.state_key:
+            cls.state_key = f"lightning_sentinel.{cls.__qualname__}"  # type: ignore[method-assign, assignment]
+
     @property
     def state_key(self) -> str:
         return f"lightning_sentinel.{type(self).__qualname__}"

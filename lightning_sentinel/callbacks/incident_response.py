@@ -136,6 +136,7 @@ class IncidentResponse(SentinelCallback):
         self.actuator = Actuator()
         self._watched: dict[int, IncidentWatch] = {}
         self._context: RunContext | None = None
+        self._rollback: Rollback | None = None
         self._saved_incidents: list[dict[str, Any]] = []
         self._neutralises: BatchValidator | None = None
         self._taken: deque[tuple[int, Action]] = deque()
@@ -160,6 +161,7 @@ class IncidentResponse(SentinelCallback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.stop_reason = None
         self._context = self.context(trainer)
+        self._rollback = find_callback(trainer, Rollback)
         self._context.stopped_by = None
         self.actuator.attach(trainer)
         ensure_capture(trainer)
@@ -352,7 +354,7 @@ class IncidentResponse(SentinelCallback):
     def _match_watches(self, record: StepRecord) -> None:
         """After a resume: incidents come back with this callback's state unless a checkpoint has brought them already."""
         context = self._context
-        if context is None:
+        if context is None or not (context.incidents or self._watched or self._saved_incidents):
             return
         if self._saved_incidents:
             known = {i.number for i in context.incidents}
@@ -372,9 +374,11 @@ class IncidentResponse(SentinelCallback):
 
         An overflow counts while an incident of overflows is open.
         """
-        collapse_open = any(w.case == "numerics/scale" and w.answers for w in self._watched.values())
         serious: list[Finding] = []
         slow: list[Finding] = []
+        if not findings:
+            return serious, slow
+        collapse_open = any(w.case == "numerics/scale" and w.answers for w in self._watched.values())
         for finding in findings:
             if finding.kind is FindingKind.SCALER_OVERFLOW and collapse_open:
                 serious.append(replace(finding, severity=Severity.INCIDENT))
@@ -767,9 +771,8 @@ class IncidentResponse(SentinelCallback):
         context = self.context(trainer)
         if not context.snapshots or any(i.kinds - REPORT_ONLY for i in context.unsolved()):
             return
-        rollback = find_callback(trainer, Rollback)
-        if rollback is not None:
-            rollback.mark_known_good(trainer, record.step - self.probation_steps)
+        if self._rollback is not None:
+            self._rollback.mark_known_good(trainer, record.step - self.probation_steps)
 
     # ------------------------------------------------------------------------------------------------------ journal
 

@@ -34,6 +34,10 @@ log = logging.getLogger("lightning_sentinel")
 # Steps between two in which a value is looked for that reaches neither loss nor gradient: reading a layer's output once
 # more costs a CPU as much as everything else that the suite does in a step.
 ON_CPU_EVERY = 8
+# Forwards between two after which it is looked for layers whose output is written over before the loss is known.
+LEARN_EVERY = 16
+
+_is_compiling = torch.compiler.is_compiling
 
 
 class NonFiniteTracer(SentinelCallback):
@@ -96,6 +100,7 @@ class NonFiniteTracer(SentinelCallback):
         self._fit: tuple[Trainer, LightningModule, Optimizer | None] | None = None
         self._context: RunContext | None = None
         self._hooks: list[tuple[nn.Module, str, _Handle]] = []
+        self._around = True  # whether a module that is compiled on its own may be among them
         self._deeper: list[_Handle] = []  # of one step
         self._holds, self._every = False, 1
         self._holding = False  # in this forward
@@ -110,6 +115,8 @@ class NonFiniteTracer(SentinelCallback):
         self._alarmed = ""  # the first bad boundary of the last flagged step
         self._held: list[_Held] = []  # outputs of a forward whose loss is not known yet
         self._overwritten: set[str] = set()  # paths whose output is changed in place before that
+        self._forwards = 0  # whose outputs were held
+        self._handles = -1  # hooks that torch had handed out when ours were last seen to be the last
         self._arm_next, self._armed_steps = False, 0
         self._armed: ArmedStep | None = None
 
@@ -199,7 +206,7 @@ class NonFiniteTracer(SentinelCallback):
     def _flag(self, path: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             # Inside a compiled region a flag would change the graph, and with it the numbers of the run.
-            if torch.compiler.is_compiling() or not module.training:
+            if _is_compiling() or not module.training:
                 return
             if self._holding and type(output) is Tensor and path not in self._overwritten:
                 self._held.append((path, output, output._version))
@@ -223,7 +230,24 @@ class NonFiniteTracer(SentinelCallback):
         return step % self._every == 0 or self._anchor
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        # A hook that somebody registered later runs after ours and may change the output: be the last again.
+        if RemovableHandle.next_id != self._handles or self._around:
+            self._be_last()
+        if self._arm_next and self._opens_a_step(trainer):
+            self._arm_next = False
+            self._armed = ArmedStep()
+            self._armed_steps += 1
+        if self._armed is not None:
+            self._armed.enable()
+        step = trainer.global_step
+        self._anchor = False
+        for snapshot in self.context(trainer).snapshots:
+            if snapshot.step == step and snapshot.params is not None:
+                self._anchor = True
+                self._look_deeper(pl_module)
+        self._holding = self._holds and not self._due(step)
+
+    def _be_last(self) -> None:
+        """A hook that somebody registered later runs after ours and may change the output: be the last again."""
         for i, (module, path, handle) in enumerate(self._hooks):
             if isinstance(handle, _private.AroundCompiled):
                 last = handle.in_place
@@ -232,25 +256,15 @@ class NonFiniteTracer(SentinelCallback):
             if not last:
                 handle.remove()
                 self._hooks[i] = (module, path, self._register(module, path))
-        if self._arm_next and self._opens_a_step(trainer):
-            self._arm_next = False
-            self._armed = ArmedStep()
-            self._armed_steps += 1
-        if self._armed is not None:
-            self._armed.enable()
-        step = trainer.global_step
-        self._look_deeper(trainer, pl_module, step)
-        self._holding = self._holds and not self._due(step)
+        self._around = any(isinstance(handle, _private.AroundCompiled) for _, _, handle in self._hooks)
+        self._handles = RemovableHandle.next_id
 
-    def _look_deeper(self, trainer: Trainer, module: LightningModule, step: int) -> None:
+    def _look_deeper(self, module: LightningModule) -> None:
         """In a step that starts at a full snapshot also flag what lies within the blocks: it may be computed again.
 
         Not in compiled modules: another hook would have them compiled anew.
         """
-        self._anchor = False
-        for snapshot in self.context(trainer).snapshots:
-            self._anchor = self._anchor or (snapshot.step == step and snapshot.params is not None)
-        if not self._anchor or self.boundaries != "auto" or any(map(_private.is_compiled, module.modules())):
+        if self._deeper or self.boundaries != "auto" or any(map(_private.is_compiled, module.modules())):
             return
         modules, known = dict(module.named_modules()), {path for _, path, _ in self._hooks}
         self._deeper = [self._register(modules[p], p) for p in block_paths(module) if p not in known]
@@ -269,6 +283,11 @@ class NonFiniteTracer(SentinelCallback):
         Until here the graph holds them as well, so this takes no memory.
         """
         held, self._held = self._held, []
+        window, learn = context.window, self._forwards % LEARN_EVERY == 0
+        self._forwards += 1
+        finite = window is None or math.isfinite(loss.item())
+        if finite and not learn:
+            return
         sound = []
         for entry in held:
             path, output, version = entry
@@ -276,9 +295,9 @@ class NonFiniteTracer(SentinelCallback):
                 sound.append(entry)
             else:
                 self._overwritten.add(path)  # what it was is gone: from now on it is flagged at once
-        window = context.window
-        if window is None or math.isfinite(loss.item()):
+        if finite:
             return
+        assert window is not None
         for path, output, _ in sound:
             total = total_of(output)
             if total is not None:
@@ -432,14 +451,14 @@ class NonFiniteTracer(SentinelCallback):
 
     def observe(self, record: StepRecord) -> list[Finding]:
         """Trace at once where nobody else will ask for it. States nothing: the record's own findings stand."""
-        from .incident_response import IncidentResponse
-
         if self._fit is None:
             return []
         trainer, module, optimizer = self._fit
         self._take_flags(trainer)  # before a healthy step's flags are let go
         if not record.has_nonfinite:
             return []
+        from .incident_response import IncidentResponse
+
         self._in_record.append((record.attempt, record.step))
         if not self.replay:
             self._arm_next = self.anomaly and self._armed_steps < self.max_traces

@@ -18,6 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..clipping import SharedNorm
 from ..collectives import TwoStages, gather_flat
 from ..context import RunContext, context_of
 from ..data.identity import Part, parts, sample_ids, supervised_token_count, token_count
@@ -33,14 +34,16 @@ from ..record import SIGNAL_INDEX, SIGNALS, SOURCE_LOSS, SOURCE_TOKENS, StepReco
 from ..state.lightning_private import collective_timeout, scaler_of, train_loaders
 from ..state.transfer import read_now
 from ..state.tree import local
-from .base import SentinelCallback, gather_objects
+from .base import DetectorCallback, SentinelCallback, gather_objects
 
 log = logging.getLogger("lightning_sentinel")
 
 # Above this a squared float32 sum may have overflowed although every entry is finite (the root of the largest float32).
 FLOAT32_SQUARE_LIMIT = 1.8e19
 
-_PLAIN, _IS_SPARSE = frozenset({Tensor}), attrgetter("is_sparse")
+_NONE = type(None)
+_PLAIN_OR_NONE = {Tensor, _NONE}
+_PLAIN, _GRAD, _DTYPE, _IS_SPARSE = {Tensor}, attrgetter("grad"), attrgetter("dtype"), attrgetter("is_sparse")
 
 # A step line holds every rank's loss up to so many ranks; beyond that those of the ranks furthest out.
 ALL_RANKS, KEPT_OUTLIERS = 64, 8
@@ -66,10 +69,13 @@ def token_probability(loss_nats: float) -> float:
 
 def gradients(optimizer: Optimizer) -> list[Tensor]:
     """Local gradients of the parameters that this optimizer steps, those that have one."""
-    grads = [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
-    if _PLAIN.issuperset(map(type, grads)) and not any(map(_IS_SPARSE, grads)):
-        return grads
-    return [g.coalesce().values() if g.is_sparse else local(g) for g in grads]
+    found = [*map(_GRAD, [p for group in optimizer.param_groups for p in group["params"]])]
+    kinds = set(map(type, found))
+    if _NONE in kinds:
+        found = [g for g in found if g is not None]
+    if kinds <= _PLAIN_OR_NONE and not any(map(_IS_SPARSE, found)):
+        return found
+    return [g.coalesce().values() if g.is_sparse else local(g) for g in found]
 
 
 def is_sharded(optimizer: Optimizer) -> bool:
@@ -89,24 +95,21 @@ def total_norm(
             ranks will be summed.
     """
     norms = _norms(list(tensors), dtype)
-    if shares is not None:
-        norms = list(torch._foreach_mul(norms, list(shares)))
+    return _total(norms if shares is None else torch._foreach_mul(norms, list(shares)))
+
+
+def _total(norms: Sequence[Tensor]) -> Tensor:
     if norms[0].device.type == "cpu":
-        return torch.tensor(math.hypot(*(n.item() for n in norms)), dtype=torch.float64)
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms).double())
+        return torch.tensor(math.hypot(*map(Tensor.item, norms)), dtype=torch.float64)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)).double())
     return total
 
 
-def norm_on_host(tensors: Sequence[Tensor]) -> float:
-    """:func:`total_norm` in float32 of tensors on the CPU, as a number."""
-    return math.hypot(*[n.item() for n in _norms(list(tensors), torch.float32)])
-
-
-def _norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def _norms(tensors: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
     # Named, even the tensors' own dtype costs a conversion check for each of them.
-    if all(t.dtype is dtype for t in tensors):
-        return list(torch._foreach_norm(tensors, 2))
-    return list(torch._foreach_norm(tensors, 2, dtype=dtype))
+    if set(map(_DTYPE, tensors)) == {dtype}:
+        return torch._foreach_norm(tensors, 2)
+    return torch._foreach_norm(tensors, 2, dtype=dtype)
 
 
 _Values = npt.NDArray[np.float64] | list[float]  # a record's matrix; of one rank on the CPU its row
@@ -208,7 +211,9 @@ class RankTelemetry(SentinelCallback):
         self._seen_callbacks: list[Any] = []
         self._observers: list[Callable[[StepRecord], list[Finding]]] = []
         self._response: Any = None
+        self.shared_norm = SharedNorm()
         self._on_host = False  # one rank on the CPU: the row is a list of numbers
+        self._scaler: Any = None
         self._sharded: dict[int, bool] = {}  # by optimizer
         self._share: dict[int, float] = {}  # of a sharded run: 1 / sqrt(ranks on which this parameter's part lies)
         self._gated = False
@@ -245,6 +250,7 @@ class RankTelemetry(SentinelCallback):
             timeout = collective_timeout(trainer)
             self._stages = TwoStages(trainer.world_size, self.gather_within, timeout)
         self._on_host = trainer.world_size == 1 and trainer.strategy.root_device.type == "cpu"
+        self._scaler = scaler_of(trainer)
         self._sharded = {id(o): is_sharded(o) for o in trainer.optimizers}
         parameters = [p for o in trainer.optimizers for group in o.param_groups for p in group["params"]]
         self._share = {}
@@ -254,6 +260,7 @@ class RankTelemetry(SentinelCallback):
                 self._share = {}
         self._reset_window()
         self._rows, self._places, self._gated = [], {}, False
+        self.shared_norm.start(trainer, pl_module, SentinelCallback)
         self.lag.start(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -262,6 +269,12 @@ class RankTelemetry(SentinelCallback):
             for row in self._rows:
                 self._write_step(trainer, row)
             self._rows = []
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.shared_norm.stop()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.shared_norm.stop()
 
     def _reset_window(self) -> None:
         self._losses: list[Tensor] = []  # one per micro-batch, float32, as the user means it
@@ -303,9 +316,8 @@ class RankTelemetry(SentinelCallback):
         value = loss.detach()
         if value.dtype is not torch.float32:
             value = value.float()
-        scaler = scaler_of(trainer)
-        if scaler is not None:
-            value = value / scaler._get_scale_async()
+        if self._scaler is not None:
+            value = value / self._scaler._get_scale_async()
         if pl_module.automatic_optimization and trainer.accumulate_grad_batches != 1:
             value = value * trainer.accumulate_grad_batches
         if self._backward_in_batch:
@@ -387,7 +399,7 @@ class RankTelemetry(SentinelCallback):
         else:
             for finding in findings:
                 context.write(trainer, "finding", finding=finding.to_dict())
-        skipped_by_scaler = record.any("nonfinite_grads") and scaler_of(trainer) is not None
+        skipped_by_scaler = self._scaler is not None and record.any("nonfinite_grads")
         applied = facts.has_grads and not context.held and not skipped_by_scaler
         quiet = not findings or not any(f.severity is Severity.INCIDENT for f in findings)
         self._count(context, record, applied, quiet=quiet)
@@ -442,7 +454,11 @@ class RankTelemetry(SentinelCallback):
         if self._seen_callbacks == callbacks:
             return
         self._seen_callbacks = list(callbacks)
-        self._observers = [c.observe for c in callbacks if c is not self and hasattr(c, "observe")]
+        self._observers = [
+            c.detector.observe if getattr(c.observe, "__func__", None) is DetectorCallback.observe else c.observe
+            for c in callbacks
+            if c is not self and hasattr(c, "observe")
+        ]
         self._response = next((c for c in callbacks if hasattr(c, "decide")), None)
 
     @staticmethod
@@ -487,13 +503,12 @@ class RankTelemetry(SentinelCallback):
         step_seconds, self._clock = now - self._clock, now
         grads = gradients(optimizer)
         device = trainer.strategy.root_device
-        scale = scale_of_gradients(trainer, optimizer)
+        scale = 1.0 if self._scaler is None else scale_of_gradients(trainer, optimizer)
         norm: Tensor | float = 0.0
-        if grads and self._on_host:
-            norm = norm_on_host(grads) / float(scale)
-        elif grads:
-            norm = total_norm(grads, shares=self._shares(optimizer)) / scale
+        if grads:
+            norm = self._norm_of(optimizer, grads) / scale
         context = self.context(trainer)
+        flags = context.scratch.get("batch_flags", ())
         sharded = self._sharded.get(id(optimizer))
         rates: list[Any] = [group["lr"] for group in optimizer.param_groups]
         planned = _planned_rates(trainer, optimizer)
@@ -502,7 +517,7 @@ class RankTelemetry(SentinelCallback):
             step=trainer.global_step,
             attempt=context.attempt,
             learning_rates=_on_host(rates),
-            late=[look for _, look in context.scratch.get("batch_flags", ())],
+            late=[look for _, look in flags],
             planned_rates=None if planned is None else _on_host(planned),
             riding=len(riding),
             sample_ids=tuple(self._ids),
@@ -515,7 +530,7 @@ class RankTelemetry(SentinelCallback):
             window=context.window,
         )
         invalid: Tensor | float = float(len(facts.findings))
-        for flag, _ in context.scratch.get("batch_flags", ()):
+        for flag, _ in flags:
             invalid = invalid + flag.double()
         row = self._row(trainer, norm, step_seconds, not grads, invalid, device)
         if isinstance(row, list):
@@ -528,6 +543,15 @@ class RankTelemetry(SentinelCallback):
         rows = gather_flat(row, trainer.world_size, self._stages)
         self._waiting.add(time.perf_counter() - begin)  # into the next step's seconds, as the clock has it
         return facts, rows
+
+    def _norm_of(self, optimizer: Optimizer, grads: list[Tensor]) -> Tensor | float:
+        if self._share:
+            return total_norm(grads, shares=self._shares(optimizer))
+        norms = _norms(grads, torch.float32)
+        # What is clipped are the parameters' own gradients, each by a norm in its own dtype.
+        if self.shared_norm.wanted and set(map(type, grads)) == _PLAIN and set(map(_DTYPE, grads)) == {torch.float32}:
+            self.shared_norm.keep(grads, norms)
+        return math.hypot(*map(Tensor.item, norms)) if self._on_host else _total(norms)
 
     def _shares(self, optimizer: Optimizer) -> list[float] | None:
         if not self._share:
@@ -575,7 +599,7 @@ class RankTelemetry(SentinelCallback):
         device: torch.device,
     ) -> Tensor | list[float]:
         """This rank's row, ``[n_signals]`` float64 on the device: host numbers in one copy, the rest stays there."""
-        scaler = scaler_of(trainer)
+        scaler = self._scaler
         loss, supervised, tokens, bad = self._window_totals(device)
         if not self._speaks:  # another rank of this replica has counted the same tokens
             supervised = tokens = 0.0
@@ -611,7 +635,10 @@ class RankTelemetry(SentinelCallback):
 
     def _window_totals(self, device: torch.device) -> tuple[Tensor | float, ...]:
         """Loss, supervised tokens, tokens and count of non-finite losses: numbers where the host knows them anyway."""
-        tokens = 0.0 if self._counted else _sum(self._tokens, device)
+        tokens: Tensor | float = 0.0
+        if not self._counted:
+            one = self._tokens[0] if len(self._tokens) == 1 else None
+            tokens = float(one) if isinstance(one, int) else _sum(self._tokens, device)
         if not self._losses:
             return math.nan, 0.0, tokens, 0.0
         if len(self._losses) == 1:
@@ -674,6 +701,7 @@ class RankTelemetry(SentinelCallback):
             self._log_metrics(trainer)
         if self._gated:
             self._reset_window()
+            self.shared_norm.forget()
             self._data_seconds, self._gated = 0.0, False
         self._rows = []
         self._batch_clock = time.perf_counter()
@@ -710,7 +738,7 @@ class RankTelemetry(SentinelCallback):
         }
         if self.vocabulary_size is not None:
             metrics["nats_below_uniform"] = math.log(self.vocabulary_size) - fields["loss"]
-        if scaler_of(trainer) is not None:
+        if self._scaler is not None:
             metrics["loss_scale"] = fields["loss_scale"]
         metrics |= {f"loss/{s}": v for s, v in fields["sources"].items()}
         named = {f"sentinel/{k}": float(v) for k, v in metrics.items() if not math.isnan(v)}

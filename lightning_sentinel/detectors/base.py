@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from ..incidents import Finding
@@ -24,11 +23,3 @@ class Detector(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-def mean_loss(record: StepRecord) -> float:
-    """``record.mean_loss`` without NumPy's overhead on one rank."""
-    values = record.values
-    if values.shape[0] != 1:
-        return record.mean_loss
-    return float(values[0, 0]) if values[0, 1] > 0 else math.nan

@@ -42,7 +42,6 @@ import numpy as np
 from ..incidents import Finding, FindingKind, Severity
 from ..limits import check_limits
 from ..record import FloatArray, StepRecord
-from .base import mean_loss
 from .robust import MAD_TO_SIGMA, RollingWindow, mann_kendall, sorted_median, theil_sen
 
 # Spans over which a level is a median: the newest few in a descent, all of them on a plateau.
@@ -190,7 +189,7 @@ class Divergence:
         self._variance = self.blocks * (self.blocks - 1) * (2 * self.blocks + 5) / 18.0
 
     def observe(self, record: StepRecord) -> list[Finding]:
-        loss = mean_loss(record)
+        loss = record.mean_loss
         if not math.isfinite(loss):
             return []
         return self._level(record.step, loss) or self._lost_ground(record.step, loss) or self._trend(record.step, loss)

@@ -62,10 +62,10 @@ class LossScale:
         self._stated: list[str] = []  # collapse reasons of the current episode, each stated once
 
     def observe(self, record: StepRecord) -> list[Finding]:
-        values = record.values
-        if self._overflows == 0 and (values[0, LOSS_SCALE] == 1.0 if len(values) == 1 else no_scaler(record)):
+        alone = record.world_size == 1
+        if self._overflows == 0 and (record.numbers[LOSS_SCALE] == 1.0 if alone else no_scaler(record)):
             return []
-        scale = float(values[:, LOSS_SCALE].min())
+        scale = float(record.values[:, LOSS_SCALE].min())
         overflow = is_scaler_overflow(record)
         lost = overflow or bool(record.column("nonfinite_grads").any())
         if not lost:

@@ -20,7 +20,6 @@ import numpy as np
 from ..incidents import Finding, FindingKind, Severity
 from ..record import SIGNAL_INDEX, FloatArray, StepRecord
 
-NONFINITE_LOSS, NONFINITE_GRADS = SIGNAL_INDEX["nonfinite_loss"], SIGNAL_INDEX["nonfinite_grads"]
 MISSING = SIGNAL_INDEX["missing_grads"]
 
 
@@ -51,8 +50,7 @@ class NonFinite:
     name: ClassVar[str] = "non_finite"
 
     def observe(self, record: StepRecord) -> list[Finding]:
-        values = record.values
-        if values.shape[0] == 1 and not (values[0, NONFINITE_LOSS] or values[0, NONFINITE_GRADS] or values[0, MISSING]):
+        if record.world_size == 1 and not (record.has_nonfinite or record.numbers[MISSING]):
             return []
         findings = []
         if record.column("nonfinite_loss").any():

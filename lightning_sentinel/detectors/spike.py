@@ -31,7 +31,6 @@ from typing import Any, ClassVar
 from ..incidents import Finding, FindingKind, Severity
 from ..limits import check_limits
 from ..record import StepRecord
-from .base import mean_loss
 from .robust import MAD_TO_SIGMA, RollingWindow, sorted_mad, sorted_median
 
 FAST = 5  # values in the short median
@@ -179,7 +178,7 @@ class Spike:
     # -- one record ----------------------------------------------------------------------------------------------
 
     def observe(self, record: StepRecord) -> list[Finding]:
-        loss = mean_loss(record)
+        loss = record.mean_loss
         if not math.isfinite(loss):
             return []
         if self._open is not None:
@@ -402,7 +401,7 @@ class Spike:
             life="recovered",
             spike=spike,
             message=f"The spike that began at step {spike.since_step} has recovered: {spike.elevated} steps out of band, peak"
-            f" {spike.peak:.4f} at step {spike.peak_step}, now {mean_loss(record):.4f} beside {spike.level:.4f} before.",
+            f" {spike.peak:.4f} at step {spike.peak_step}, now {record.mean_loss:.4f} beside {spike.level:.4f} before.",
         )
 
     def _finding(

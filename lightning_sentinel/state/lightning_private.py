@@ -23,6 +23,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveragi
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
@@ -70,6 +71,8 @@ NAMES: tuple[tuple[str, str, str], ...] = (
     ("lightning.pytorch.trainer.connectors.checkpoint_connector", "_CheckpointConnector.dump_checkpoint", "2.6.6"),
     ("lightning.fabric.utilities.seed", "_set_rng_states", "2.6.6"),
     ("lightning.pytorch.loops.training_epoch_loop", "_TrainingEpochLoop._build_kwargs", "2.6.6"),
+    ("lightning.pytorch.plugins.precision", "Precision.clip_grad_by_norm", "2.6.6"),
+    ("lightning.pytorch.plugins.precision", "Precision.main_params", "2.6.6"),
     ("torch.nn", "Module._compiled_call_impl", "torch 2.13"),
     ("torch._C", "_current_graph_task_id", "torch 2.13"),
     ("torch._C", "_current_autograd_node", "torch 2.13"),
@@ -655,6 +658,26 @@ def intercept_batch_start(trainer: Trainer, hook: Callable[[Any, int], None]) ->
             strategy.__dict__.pop("on_train_batch_start", None)
 
     return undo
+
+
+def intercept_norm_clipping(trainer: Trainer, clip: Callable[[Optimizer, float], bool]) -> Callable[[], None] | None:
+    """Ask ``clip(optimizer, most)`` first where Lightning clips gradients by their norm; returns what undoes it.
+
+    None where the precision plugin has its own way to do so (``FSDPPrecision``, ``DeepSpeedPrecision``) or names other
+    parameters than the optimizer's.
+    """
+    plugin = trainer.precision_plugin
+    own = type(plugin)
+    if own.clip_grad_by_norm is not Precision.clip_grad_by_norm or own.main_params is not Precision.main_params:
+        return None
+    inner = plugin.clip_grad_by_norm
+
+    def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
+        if not clip(optimizer, clip_val):
+            inner(optimizer, clip_val)
+
+    plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
+    return lambda: vars(plugin).pop("clip_grad_by_norm", None)
 
 
 class AroundCompiled:

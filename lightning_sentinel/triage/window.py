@@ -203,15 +203,20 @@ class StepCapture:
         due = last is None or abs(older.step - last.step) >= KEPT_EVERY or older.attempt != last.attempt
         if due and older.nbytes <= KEPT_BYTES:
             if len(self.kept) == self.kept.maxlen:
-                self._free.append(self.kept[0].buffers)
+                self._retire(self.kept[0])
             self.kept.append(older)
         else:
-            self._free.append(older.buffers)
+            self._retire(older)
+
+    def _retire(self, window: StepWindow) -> None:
+        """Its buffers' memory may be used again."""
+        if window.buffers:
+            self._free.append(window.buffers)
 
     def _is_anchor(self, context: RunContext, window: StepWindow) -> bool:
         """Keep a window that starts at a full snapshot: from that state it must give its own loss again."""
-        steps = {s.step for s in context.snapshots if s.params is not None and not s.mid_accumulation}
-        if not self.anchors.keys() <= steps:
+        steps = [s.step for s in context.snapshots if s.params is not None and not s.mid_accumulation]
+        if not self.anchors.keys() <= set(steps):
             self.anchors = {step: w for step, w in self.anchors.items() if step in steps}
         if window.step not in steps or window.nbytes > KEPT_BYTES:
             return False
@@ -265,7 +270,7 @@ class StepCapture:
         if self.keeps_previous:
             previous, self._previous = self._previous, previous
         if previous is not None and previous is not context.healthy_window:
-            self._free.append(previous.buffers)
+            self._retire(previous)
         window = StepWindow(
             trainer.global_step, context.attempt, scale=_private.scale_of(trainer), epoch=trainer.current_epoch
         )

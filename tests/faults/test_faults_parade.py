@@ -177,7 +177,7 @@ def test_verdict_culprit_and_action_must_all_be_right(change: dict[str, Any], ri
     row = {
         "verdict": "data",
         "culprit": ["sample:a", "sample:b"],
-        "expected_culprit": parade_proof.named_culprits(expected, strikes),
+        "expected_culprit": parade_proof.named_culprits(expected.culprits, strikes),
         "action": ["skip_step"],
         "incidents": 1,
     }
@@ -188,7 +188,30 @@ def test_verdict_culprit_and_action_must_all_be_right(change: dict[str, Any], ri
 def test_the_culprit_is_what_the_fault_says_it_hurt() -> None:
     expected = parade_proof.EXPECTED["transient_nan"]
     strikes = [{"module": "model.layers.2", "rank": 0, "name": "transient_nan"}]
-    assert parade_proof.named_culprits(expected, strikes) == ["module:model.layers.2", "rank:0"]
+    assert parade_proof.named_culprits(expected.culprits, strikes) == ["module:model.layers.2", "rank:0"]
+
+
+@pytest.mark.parametrize(
+    ("culprits", "right"),
+    [
+        (["rank:1"], True),
+        (["rank:1", "parameter:head.weight"], True),  # the tensor that the fault has written
+        (["rank:1", "parameter:embedding.weight"], False),
+        (["parameter:head.weight"], False),  # nobody is named
+    ],
+)
+def test_the_tensor_of_a_bad_rank_may_be_named_too(culprits: list[str], right: bool) -> None:
+    expected = parade_proof.EXPECTED["bad_rank"]
+    strikes = [{"rank": 1, "parameter": "head.weight"}]
+    row = {
+        "verdict": "infrastructure",
+        "culprit": culprits,
+        "expected_culprit": parade_proof.named_culprits(expected.culprits, strikes),
+        "also_right": parade_proof.named_culprits(expected.also, strikes),
+        "action": ["rollback_replay"],
+        "incidents": 1,
+    }
+    assert parade_proof.as_expected(row, expected) is right
 
 
 # ---------------------------------------------------------------------- real runs
