@@ -95,7 +95,7 @@ def total_norm(
             ranks will be summed.
     """
     norms = _norms(list(tensors), dtype)
-    return _total(norms if shares is None else torch._foreach_mul(norms, list(shares)))
+    return _total(norms if shares is None else torch._foreach_mul(list(norms), list(shares)))
 
 
 def _total(norms: Sequence[Tensor]) -> Tensor:
