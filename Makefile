@@ -9,8 +9,8 @@ DEMO_ARGS ?=
 # The oldest supported lightning, beside the newest that the constraints name.
 OLDEST_LIGHTNING := 2.6.4
 OLDEST := $(VENV)/oldest
-# Two processes; each file stays in one of them.
-PYTEST_ARGS ?= -n 2 --dist loadfile
+# Two processes; each file stays in one of them, and files are handed out in the order of tests/conftest.py.
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 4
 
 .PHONY: demo test test-oldest lint types docs pytest wheel clean help
 

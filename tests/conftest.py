@@ -26,6 +26,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for noise in LIGHTNING_NOISE:
             item.add_marker(pytest.mark.filterwarnings(noise), append=False)
+    # Files with long tests come first: the last ones to be handed out then are short, and both workers end together.
+    long = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("distributed")}
+    items.sort(key=lambda item: item.path not in long)
 
 
 @pytest.fixture(autouse=True)
