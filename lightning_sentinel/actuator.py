@@ -75,9 +75,9 @@ class Actuator:
             optimizer.found_inf = torch.ones_like(found)  # type: ignore[attr-defined]
         if self.reduction is not None and not self._reduction_is_over(self._trainer.global_step):
             # Multiplied for this step only: a scheduler that computes the next rate from the last one never sees it.
-            self._saved_rates = [group["lr"] for group in optimizer.param_groups]
-            for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * self.reduction["factor"]
+            self._saved_rates = [rate_of(group) for group in optimizer.param_groups]
+            for group, rate in zip(optimizer.param_groups, self._saved_rates, strict=True):
+                set_rate(group, rate * self.reduction["factor"])
             # Where this hook runs before the gate, the plan for this very step is reduced as well.
             context_of(self._trainer).scratch["lr_factor"] = self.reduction["factor"]
 
@@ -85,7 +85,7 @@ class Actuator:
         self._skip_fused = False
         if self._saved_rates is not None:
             for group, rate in zip(optimizer.param_groups, self._saved_rates, strict=True):
-                group["lr"] = rate
+                set_rate(group, rate)
             self._saved_rates = None
             context_of(self._trainer).scratch.pop("lr_factor", None)
 
@@ -125,7 +125,7 @@ class Actuator:
         wanted = tuple(rate * factor for rate, factor in zip(planned, usual, strict=True))
         if any(abs(a - w) > 1e-9 * abs(w) for a, w in zip(actual, wanted, strict=True)):
             for group, rate in zip(optimizer.param_groups, wanted, strict=True):
-                group["lr"] = rate
+                set_rate(group, rate)
             context.rates[-1] = (step, planned, wanted)
             context.write(trainer, "lr.changed", old=list(actual), new=list(wanted), reason="held to the plan")
 
@@ -158,7 +158,7 @@ class Actuator:
             config.scheduler.load_state_dict(copy.deepcopy(state))
         for optimizer, rates in zip(trainer.optimizers, saved["rates"], strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
+                set_rate(group, rate)
         self._saved_rates = None  # what a reduction would put back after this step is out of date
 
     @staticmethod
@@ -167,10 +167,10 @@ class Actuator:
         from .state.snapshot import restore_optimizer
 
         for optimizer, state in zip(trainer.optimizers, states, strict=True):
-            rates = [group["lr"] for group in optimizer.param_groups]
+            rates = [rate_of(group) for group in optimizer.param_groups]
             restore_optimizer(optimizer, state)
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
+                set_rate(group, rate)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -182,6 +182,30 @@ class Actuator:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.reduction, self.plan_until = state["reduction"], state["plan_until"]
         self.experiment = state["experiment"]
+
+
+def rate_of(group: dict[str, Any]) -> Any:
+    """A parameter group's rate to keep: a number, or a copy of the tensor that a capturable optimizer has there."""
+    rate = group["lr"]
+    return rate.clone() if isinstance(rate, torch.Tensor) else rate
+
+
+def set_rate(group: dict[str, Any], rate: Any) -> None:
+    """A tensor stays the same tensor, as a compiled or captured optimizer step needs it; the host does not wait.
+
+    Example:
+        >>> group = {"lr": (here := torch.tensor(0.5))}
+        >>> set_rate(group, 0.25)
+        >>> group["lr"] is here, float(here)
+        (True, 0.25)
+    """
+    now = group["lr"]
+    if not isinstance(now, torch.Tensor):
+        group["lr"] = rate
+    elif isinstance(rate, torch.Tensor):
+        now.copy_(rate)
+    else:
+        now.fill_(rate)
 
 
 def _usual_factors(context: RunContext, groups: int) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -9,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as L
@@ -25,6 +27,7 @@ from lightning_sentinel import (
     Rollback,
     RunJournal,
 )
+from lightning_sentinel.actuator import Actuator
 from lightning_sentinel.callbacks.incident_response import EXIT_CODE_STOPPED, TrainingStopped
 from lightning_sentinel.context import context_of
 from lightning_sentinel.incidents import Finding, FindingKind
@@ -311,14 +314,20 @@ def test_steps_that_lightning_still_makes_after_a_stop_open_no_further_incident(
     assert all(torch.isfinite(p).all() for p in module.parameters())
 
 
-def test_a_temporary_rate_reduction_ends_and_the_schedule_never_saw_it() -> None:
+@pytest.mark.parametrize("rate", [0.02, torch.tensor(0.02, dtype=torch.float64)], ids=["number", "tensor"])
+def test_a_temporary_rate_reduction_ends_and_the_schedule_never_saw_it(rate: Any) -> None:
     rates: list[float] = []
+    here: set[int] = set()
 
     class Spy(L.Callback):
         def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-            trainer.optimizers[0].register_step_pre_hook(lambda o, *_: rates.append(o.param_groups[0]["lr"]))
+            trainer.optimizers[0].register_step_pre_hook(self.look)
 
-    module = net(gains={20: NAN})
+        def look(self, optimizer: Any, *_: Any) -> None:
+            rates.append(float(optimizer.param_groups[0]["lr"]))
+            here.add(id(optimizer.param_groups[0]["lr"]))
+
+    module = net(gains={20: NAN}, rate=rate)
     ladders = {"numerics/step": ["reduce_lr", "stop"]}
     callbacks = [*suite(mode="recover", ladders=ladders, lr_factor=0.5, lr_steps=6), Spy()]
     trainer, sink = fit(module, callbacks, max_steps=40)
@@ -328,8 +337,24 @@ def test_a_temporary_rate_reduction_ends_and_the_schedule_never_saw_it() -> None
     assert ratio[21:27] == [0.5] * 6
     assert ratio[27:] == [1.0] * 13
     assert [i.number for i in incidents(trainer)] == [1]  # the reduced rate is not taken for a wrong one
-    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.02 * 0.999**40, rel=1e-9)
+    assert float(trainer.optimizers[0].param_groups[0]["lr"]) == pytest.approx(0.02 * 0.999**40, rel=1e-9)
+    if isinstance(rate, torch.Tensor):
+        assert here == {id(trainer.optimizers[0].param_groups[0]["lr"])}  # as a captured step needs it
     assert [e["kind"] for e in sink.named("experiment.started", "experiment.ended")] == ["reduce_lr", "reduce_lr"]
+
+
+def test_restored_moments_leave_a_rate_alone_that_is_a_tensor() -> None:
+    layer, rate = torch.nn.Linear(2, 1), torch.tensor(0.5)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=rate)
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    older = copy.deepcopy(optimizer.state_dict())
+    optimizer.step()
+    rate.fill_(0.125)  # the schedule has gone on
+    Actuator.restore_optimizers(SimpleNamespace(optimizers=[optimizer]), [older])  # type: ignore[arg-type]
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert float(rate) == 0.125
+    assert float(optimizer.state[layer.weight]["step"]) == 1.0
 
 
 def test_a_permanent_reduction_starts_a_new_experiment() -> None:
