@@ -33,6 +33,16 @@ class CollectiveLimit(L.Callback):
             self._limit()
 
     def _limit(self) -> None:
-        for group in (found := groups()):
-            torch.distributed.distributed_c10d._set_pg_timeout(self.limit, group)
-        self.limited = len(found)
+        self.limited = limit_groups(self.limit)
+
+
+def limit_groups(limit: timedelta = LIMIT) -> int:
+    """Gives every group that this process is in the time-out; how many that are."""
+    for group in (found := groups()):
+        torch.distributed.distributed_c10d._set_pg_timeout(limit, group)
+    return len(found)
+
+
+def limited(callbacks: list[L.Callback], options: dict[str, Any]) -> list[L.Callback]:
+    """The callbacks of a Trainer with these options: where it has several ranks, with the limit."""
+    return callbacks if options.get("devices", 1) == 1 else [CollectiveLimit(), *callbacks]

@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+from collective_limit import limited
 from torch import Tensor, nn
 
 from lightning_sentinel.context import context_of
@@ -107,7 +108,7 @@ def make_trainer(callbacks: list[L.Callback], **options: Any) -> tuple[L.Trainer
             "enable_checkpointing": False,
             "enable_progress_bar": False,
             "enable_model_summary": False,
-            "callbacks": callbacks,
+            "callbacks": limited(callbacks, options),
             **options,
         }
     )

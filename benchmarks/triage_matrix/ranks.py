@@ -1,7 +1,8 @@
-"""Two processes that run cases together, one after the other; ``python -m triage_matrix.ranks FILE name:seed ...``."""
+"""Two processes that run cases one after the other: ``python -m triage_matrix.ranks FILE CALLBACK name:seed ...``."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import socket
@@ -16,19 +17,19 @@ WORLD = 2
 ROOT = Path(__file__).parents[1]
 
 
-def start_together(module: str, arguments: Sequence[str], folder: Path = ROOT, timeout: float = 1800.0) -> list[int]:
+def start_together(module: str, arguments: Sequence[str], *folders: Path, timeout: float = 1800.0) -> list[int]:
     """Run ``python -m MODULE ARGUMENTS`` in two processes of one group; their exit codes.
 
     Args:
-        module: Module with a ``main``, found in ``folder`` or beside this package.
+        module: Module with a ``main``, found in ``folders`` or beside this package.
         arguments: The same for both.
-        folder: Where the module is.
+        folders: Where the module, and what it imports, is.
         timeout: Seconds after which both are ended.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    own = [str(folder), str(ROOT), str(ROOT.parent / "examples"), os.environ.get("PYTHONPATH", "")]
+    own = [*map(str, folders), str(ROOT), str(ROOT.parent / "examples"), os.environ.get("PYTHONPATH", "")]
     processes = []
     for rank in range(WORLD):
         environment = os.environ | {
@@ -49,9 +50,16 @@ def start_together(module: str, arguments: Sequence[str], folder: Path = ROOT, t
             p.kill()
 
 
-def run_together(cases: Sequence[tuple[str, int]], file: Path, timeout: float = 1800.0) -> list[dict[str, Any]]:
-    """Outcomes of these cases on two ranks, as rank 0 wrote them down."""
-    codes = start_together("triage_matrix.ranks", [str(file), *(f"{n}:{s}" for n, s in cases)], timeout=timeout)
+def run_together(
+    cases: Sequence[tuple[str, int]], file: Path, timeout: float = 1800.0, beside: tuple[str, Path] | None = None
+) -> list[dict[str, Any]]:
+    """Outcomes of these cases on two ranks, as rank 0 wrote them down.
+
+    ``beside``: a callback for every Trainer, ``module.Class``, and the folder of its module.
+    """
+    arguments = [str(file), "" if beside is None else beside[0], *(f"{n}:{s}" for n, s in cases)]
+    folders = () if beside is None else (beside[1],)
+    codes = start_together("triage_matrix.ranks", arguments, *folders, timeout=timeout)
     outcomes = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     if any(codes) or len(outcomes) < len(cases):
         name, seed = cases[min(len(outcomes), len(cases) - 1)]
@@ -66,10 +74,12 @@ def main() -> None:
 
     quiet()
     file, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
-    for case in sys.argv[2:]:
+    module, _, beside = sys.argv[2].rpartition(".")
+    for case in sys.argv[3:]:
         name, _, seed = case.partition(":")
+        more = [getattr(importlib.import_module(module), beside)()] if module else []
         try:
-            outcome = run_case(name, int(seed), WORLD).to_dict()
+            outcome = run_case(name, int(seed), WORLD, more).to_dict()
         except Exception:
             traceback.print_exc()
             raise SystemExit(1) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -106,8 +106,8 @@ def quiet() -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def run_case(name: str, seed: int, ranks: int = 1) -> Outcome:
-    """One run under observation. With two ranks every rank calls it alike."""
+def run_case(name: str, seed: int, ranks: int = 1, beside: Sequence[L.Callback] = ()) -> Outcome:
+    """One run under observation, with other callbacks beside. With two ranks every rank calls it alike."""
     started = time.perf_counter()
     case = FAULTS[name](seed, ranks)
     L.seed_everything(seed, verbose=False)
@@ -124,7 +124,7 @@ def run_case(name: str, seed: int, ranks: int = 1) -> Outcome:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[case, *case.suite(suite()), umpire],
+        callbacks=[*beside, case, *case.suite(suite()), umpire],
         gradient_clip_val=1.0 if not case.fp16 else None,
         **options | case.options(),
     )

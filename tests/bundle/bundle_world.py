@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+from collective_limit import limited
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -109,7 +110,7 @@ def fit(callbacks: list[L.Callback], module: L.LightningModule | None = None, **
             "enable_progress_bar": False,
             "enable_model_summary": False,
             "use_distributed_sampler": False,
-            "callbacks": callbacks,
+            "callbacks": limited(callbacks, options),
             **options,
         }
     )

@@ -423,7 +423,7 @@ def test_capturing_does_not_change_the_run(tmp_path: Path) -> None:
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run folders of two processes: ``ddp``, in which rank 1's replica drifts, and ``fsdp2``."""
     folder, script = tmp_path_factory.mktemp("ranks"), Path(__file__).with_name("bundle_two_ranks.py")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parent)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{script.parent}{os.pathsep}{script.parents[1]}"}
     command = [sys.executable, str(script), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -14,7 +14,8 @@ from triage_matrix.ranks import start_together
 def told_by_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """What each rank of ``hidden_nan_ranks`` wrote down, by case and in rank order."""
     folder = tmp_path_factory.mktemp("told")
-    assert start_together("hidden_nan_ranks", [str(folder)], Path(__file__).parent, timeout=280) == [0, 0]
+    here = Path(__file__).parent
+    assert start_together("hidden_nan_ranks", [str(folder)], here, here.parent, timeout=280) == [0, 0]
     found: dict[str, list[dict[str, Any]]] = {}
     for file in sorted(folder.glob("*.json")):
         found.setdefault(file.stem.rpartition("-")[0], []).append(json.loads(file.read_text()))

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from collective_limit import CollectiveLimit
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sentinel import ForensicCheckpoint, RankTelemetry, RunJournal
@@ -42,7 +43,12 @@ def main(folder: Path) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
-        callbacks=[RunJournal(folder, report=False), RankTelemetry(), ForensicCheckpoint(every_n_steps=100)],
+        callbacks=[
+            CollectiveLimit(),
+            RunJournal(folder, report=False),
+            RankTelemetry(),
+            ForensicCheckpoint(every_n_steps=100),
+        ],
     )
     try:
         trainer.fit(Raises(), data)

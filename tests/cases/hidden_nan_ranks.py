@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+from collective_limit import CollectiveLimit
 from lightning.pytorch.strategies import DDPStrategy
 from triage_matrix.fault import SECOND, Case
 from triage_matrix.faults import NanForward, NoSupervisedTokens
@@ -75,7 +76,7 @@ def main() -> None:
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            callbacks=[case, *callbacks()],
+            callbacks=[CollectiveLimit(), case, *callbacks()],
         )
         told = context_of(trainer).journal = Told()
         trainer.fit(world, case.loader())

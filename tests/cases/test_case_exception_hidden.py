@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,9 +19,9 @@ SCRIPT = Path(__file__).with_name("exception_hidden_script.py")
 @pytest.mark.distributed
 @pytest.mark.timeout(280)
 def test_the_error_surfaces_at_once_on_its_rank(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True, timeout=240, check=False
-    )
+    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parents[1])}
+    command = [sys.executable, str(SCRIPT), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode != 0
 
     def events(rank: int, name: str) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 import lightning as L
 import torch
 from checkpoint_world import Net, Samples, seed, suite
+from collective_limit import CollectiveLimit
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
@@ -49,7 +50,7 @@ def main() -> None:
         enable_model_summary=False,
         enable_checkpointing=False,
         use_distributed_sampler=False,
-        callbacks=callbacks,
+        callbacks=[CollectiveLimit(), *callbacks],
     )
     trainer.fit(module, StatefulDataLoader(data, batch_size=4, sampler=sampler))
     weights = [struct.pack(">f", float(v)).hex() for p in module.parameters() for v in p.detach().flatten()]

@@ -27,7 +27,8 @@ TRAINER_KILLS = int(os.environ.get("SENTINEL_TRAINER_KILLS", "5"))
 def run_ranks(folder: Path, *arguments: str) -> int:
     """Two gloo ranks in their own processes; returns the exit status of rank 0."""
     command = [sys.executable, str(SCRIPT), str(folder), *arguments]
-    return subprocess.run(command, timeout=200, capture_output=True, check=False).returncode
+    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parents[1])}
+    return subprocess.run(command, timeout=200, capture_output=True, check=False, env=environment).returncode
 
 
 @pytest.mark.distributed

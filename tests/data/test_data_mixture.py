@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from collective_limit import limit_groups
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule, Trainer
@@ -519,6 +520,7 @@ def _draw_as_rank(rank: int, folder: str) -> None:
     torch.distributed.init_process_group(
         "gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=240)
     )
+    limit_groups()
     loader = mixture(AB, batch_size=3)
     drawn = take(loader, 4)
     Path(folder, f"{rank}.json").write_text(json.dumps([drawn, loader.state_dict()]))

@@ -92,10 +92,15 @@ def pretrain(words: Sequence[str], folder: Path) -> Prints:
     """``python examples/pretrain.py``: in this process, or in its own with its own ranks; its faults must have struck."""
     command = [str(PRETRAIN), *words, f"hydra.run.dir={folder}"]
     if "trainer=ddp" in words:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", *command], capture_output=True, text=True, timeout=1800, env=environment
-        )
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            *command,
+            "+callbacks.limit._target_=collective_limit.CollectiveLimit",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1800, env=environment)
         assert done.returncode == 0, done.stderr[-4000:]
         log = [line.partition("] - ")[2] for line in done.stdout.splitlines() if "[lightning_sentinel]" in line]
         prints = Prints(done.stdout, "\n".join(log))

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from collective_limit import limit_groups
 from hybrid_lm.metrics import GeometricMeanTokenProbability
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,6 +49,7 @@ def test_nothing_supervised_is_nan_and_a_reset_forgets() -> None:
 
 def on_rank(rank: int, rendezvous: str, results: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    limit_groups()
     metric = GeometricMeanTokenProbability()
     metric.update(*((torch.tensor(200.0), torch.tensor(100)), (torch.tensor(3.0), torch.tensor(1)))[rank])
     Path(results, str(rank)).write_text(repr(metric.compute().item()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -39,7 +40,8 @@ def config(run_dir: Path, *overrides: str) -> DictConfig:
 def run(directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """``python examples/pretrain.py`` in a process of its own, started from some directory."""
     command = [sys.executable, "-W", "ignore", str(SCRIPT), *BARE, *TINY, *overrides]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=200)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=200)
 
 
 def logged(run_dir: Path, name: str) -> list[float]:
@@ -126,7 +128,8 @@ def test_misspelt_key_fails_before_training_with_the_nearest_name(tmp_path: Path
 
 @pytest.mark.distributed
 def test_command_line_from_another_directory_in_two_processes_that_train_as_one(tmp_path: Path) -> None:
-    done = run(tmp_path, "trainer=ddp", "trainer.max_steps=3", "optimizer.learning_rate=1e-3")
+    limit = "+callbacks.limit._target_=collective_limit.CollectiveLimit"
+    done = run(tmp_path, "trainer=ddp", "trainer.max_steps=3", "optimizer.learning_rate=1e-3", limit)
     assert done.returncode == 0, done.stderr
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert done.stdout.count("3 steps in ") == 1

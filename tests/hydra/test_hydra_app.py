@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import collective_limit
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -158,6 +160,7 @@ def test_two_processes_started_under_hydra_recover_together(app: Path) -> None:
 
     One rank computes a NaN that does not come again: both go back, and end where a run without it ends.
     """
+    shutil.copy(collective_limit.__file__, app.parent)
     quiet = ["model.nan_step=-1", "trainer.max_steps=14", "callbacks.run_journal.report=false"]
     short = ["policy=recover", "callbacks.incident_response.probation_steps=4"]
     done = run_app(
@@ -165,6 +168,7 @@ def test_two_processes_started_under_hydra_recover_together(app: Path) -> None:
         *quiet[:2],
         *short,
         FAULT,
+        "+callbacks.limit._target_=collective_limit.CollectiveLimit",
         "trainer.devices=2",
         "+trainer.strategy=ddp",
         "hydra.run.dir=out",
@@ -173,7 +177,7 @@ def test_two_processes_started_under_hydra_recover_together(app: Path) -> None:
     out = app.parent.parent / "out"
     result = result_of(out)
     assert (result["steps"], result["finite"]) == (14, True)
-    assert result["callbacks"] == [*SUITE, "FaultInjector"]
+    assert result["callbacks"] == [*SUITE, "FaultInjector", "CollectiveLimit"]
     told = []
     for rank in range(2):
         events = [json.loads(line) for line in (out / "journal" / f"rank-{rank:05d}.jsonl").read_text().splitlines()]

@@ -436,6 +436,7 @@ from pathlib import Path
 import lightning as L
 warnings.simplefilter("ignore")
 sys.path[:0] = sys.argv[2:]
+from collective_limit import CollectiveLimit
 from test_run_journal import Model
 from lightning_sentinel.callbacks.run_journal import RunJournal
 from lightning.pytorch.strategies import DDPStrategy
@@ -444,9 +445,9 @@ rank = int(os.environ["LOCAL_RANK"])
 root = Path(sys.argv[1])
 # Started separately, each rank has made up a folder of its own.
 callback = RunJournal(root / f"run-{rank}")
-L.Trainer(max_steps=4, callbacks=[callback], logger=False, enable_checkpointing=False, enable_progress_bar=False,
-          enable_model_summary=False, accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backend="gloo"),
-          default_root_dir=root).fit(Model())
+L.Trainer(max_steps=4, callbacks=[CollectiveLimit(), callback], logger=False, enable_checkpointing=False,
+          enable_progress_bar=False, enable_model_summary=False, accelerator="cpu", devices=2,
+          strategy=DDPStrategy(process_group_backend="gloo"), default_root_dir=root).fit(Model())
 """
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from collective_limit import CollectiveLimit
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from state_world import Hurt, Net, Recorder, Samples, same, seed_all
 from test_state_incidents import Alarm, names_of
@@ -89,7 +90,7 @@ def fit(
         enable_model_summary=False,
         accumulate_grad_batches=accumulate,
         limit_val_batches=0,
-        callbacks=[recorder, *callbacks],
+        callbacks=[CollectiveLimit(), recorder, *callbacks],
     )
     seed_all(seed + trainer.global_rank)
     trainer.fit(module)

@@ -16,7 +16,8 @@ SCRIPT = Path(__file__).with_name("triage_two_ranks.py")
 
 
 def _run(script: Path, folder: Path) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(script.parent)}
+    path = f"{script.parent}{os.pathsep}{script.parents[1]}"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     command = [sys.executable, str(script), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import collective_limit
 import pytest
 from sentinel_kit import make_trainer
 from triage_matrix import run
@@ -100,7 +101,9 @@ def test_the_loudest_token_and_the_batch_s_rank_in_its_source_are_told(monkeypat
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_rank_at_fault_is_named(tmp_path: Path) -> None:
-    outcomes = run_together([(name, SEED) for name in OF_A_RANK], tmp_path / "outcomes.jsonl", timeout=280)
+    cases = [(name, SEED) for name in OF_A_RANK]
+    limit = ("collective_limit.CollectiveLimit", Path(collective_limit.__file__).parent)
+    outcomes = run_together(cases, tmp_path / "outcomes.jsonl", timeout=280, beside=limit)
     assert {o["name"]: o["outcome"] for o in outcomes} == dict.fromkeys(OF_A_RANK, "right")
     assert {o["name"]: o["unlisted"] for o in outcomes} == {name: [] for name in OF_A_RANK}
     of_reduction = outcomes[-1]["sentence"]

@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 import torchmetrics
+from collective_limit import CollectiveLimit
 from lightning.fabric.utilities.seed import _collect_rng_states
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
@@ -260,6 +261,6 @@ def one_of_two_ranks(callbacks: list[L.Callback], max_steps: int, **options: Any
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=callbacks,
+        callbacks=[CollectiveLimit(), *callbacks],
         **options,
     )
