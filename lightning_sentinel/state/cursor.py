@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +53,74 @@ def cursor_problems(trainer: Trainer) -> list[str]:
     return problems
 
 
+def settle_samplers(trainer: Trainer) -> None:
+    """Let samplers that begin lazily say where they will begin.
+
+    torchdata's ``StatefulDistributedSampler`` takes over a restored position when its first sample is drawn: a state that is
+    taken before that has the position of whatever it did before.
+    """
+    for loader in private.train_loaders(trainer):
+        for sampler, _ in _lazy_samplers(loader):
+            sampler.yielded = sampler.next_yielded
+
+
+def _lazy_samplers(loader: Any) -> Iterator[tuple[Any, Any]]:
+    """The loader's samplers with a restored position that they have not taken over yet, and the class that will do so."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    found: list[Any] = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+    for sampler in {id(s): s for s in found}.values():
+        kind = next((c for c in type(sampler).__mro__ if c.__name__ == "StatefulDistributedSampler"), None)
+        if kind is not None and sampler.next_yielded is not None:
+            yield sampler, kind
+
+
+def _take_over_position(loader: Any) -> None:
+    """Give a restored position to the loader's iterator of now.
+
+    Where no sample is drawn from that iterator any more, because the position is an epoch's end, the next one would begin
+    with it otherwise, and the next epoch would be empty.
+    """
+    iterator: Any = getattr(loader, "_iterator", None)
+    batches: Any = getattr(iterator, "_sampler_iter", None)
+    for sampler, kind in _lazy_samplers(loader) if batches is not None else ():
+        rest = _rest(sampler, kind, sampler.next_yielded)
+        sampler.yielded, sampler.next_yielded = sampler.next_yielded, None
+        if hasattr(batches, "sampler_iter"):
+            batches.sampler_iter = rest
+        else:  # without batches the loader draws from the sampler itself
+            iterator._sampler_iter = rest
+
+
+def _rest(sampler: Any, kind: Any, start: int) -> Iterator[int]:
+    """What the sampler's own iterator does from a position on."""
+    for index in itertools.islice(super(kind, sampler).__iter__(), start, None):
+        sampler.yielded += 1
+        yield index
+
+
+def from_the_start(state: Any) -> Any:
+    """A loader's state; where its iterator has drawn nothing yet, its sampler is at its beginning, too.
+
+    For the same reason the sampler's own number is then that of the epoch before, and an epoch that begins with it is empty.
+
+    Example:
+        >>> from_the_start({"_sampler_iter_yielded": 0, "_sampler_iter_state": {"sampler_state": {"yielded": 32}}})
+        {'_sampler_iter_yielded': 0, '_sampler_iter_state': {'sampler_state': {'yielded': 0}}}
+    """
+    if not isinstance(state, dict):
+        return state
+    fresh = state.get("_sampler_iter_yielded") == 0
+    # with workers the state of the main process lies two levels deep; what the dataset says is not ours
+    found = {k: from_the_start(v) if k in ("_snapshot", "_main_snapshot") else v for k, v in state.items()}
+    for key in ("_index_sampler_state", "_sampler_iter_state") if fresh else ():
+        sampler = found.get(key)
+        while isinstance(sampler, dict):
+            if "yielded" in sampler:
+                sampler["yielded"] = 0
+            sampler = sampler.get("sampler_state")
+    return found
+
+
 def take_cursor(trainer: Trainer, loop_state: dict[str, Any]) -> dict[str, Any]:
     """Position of every training loader. ``loop_state`` already holds the loaders' states; they are moved here."""
     fetcher = private.fetcher_of(trainer)
@@ -85,10 +155,12 @@ def restore_cursor(trainer: Trainer, cursor: dict[str, Any], ledger: QuarantineL
             " state. Use the same training loaders as in the run that made the snapshot."
         )
     for loader, state in zip(stateful, cursor["loaders"], strict=True):
-        loader.load_state_dict(clone(state))
+        loader.load_state_dict(from_the_start(clone(state)))
     if ledger is not None:
         ledger.apply(loaders)  # before the iterators are made: some draw ahead at once
     private.iterate_without_prefetch(fetcher)
+    for loader in stateful:
+        _take_over_position(loader)
     iterator = private.combined_iterator(trainer)
     private.set_iterator_position(iterator, cursor["index"], cursor["consumed"])
     if private.combined_mode(trainer) == "max_size":

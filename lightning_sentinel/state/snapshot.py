@@ -40,7 +40,7 @@ from ..callbacks.base import SentinelCallback
 from ..context import context_of
 from . import comm_hook, rng
 from . import lightning_private as private
-from .cursor import cursor_problems, restore_cursor, take_cursor
+from .cursor import cursor_problems, restore_cursor, settle_samplers, take_cursor
 from .plain import from_plain, to_plain
 from .tree import HostCopies, clone, copy_into, local, tensor_bytes
 
@@ -173,6 +173,7 @@ def take(trainer: Trainer, *, tensors: bool = True, into: Snapshot | None = None
     comm = comm_hook.take(trainer, copies, into.comm if into is not None else None) if tensors else []
     copies.run()
 
+    settle_samplers(trainer)
     loops = private.loop_state(trainer)
     return Snapshot(
         step=trainer.global_step,

@@ -13,7 +13,7 @@ from state_world import Cell, Recorder, assert_same_run, distributed_loader, map
 
 from lightning_sentinel.context import context_of
 from lightning_sentinel.state import lightning_private as private
-from lightning_sentinel.state.snapshot import Snapshot, from_payload, resume, take, to_payload
+from lightning_sentinel.state.snapshot import Snapshot, from_payload, restore, resume, take, to_payload
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 
@@ -69,6 +69,11 @@ CELLS = [
     Cell("2 workers", batch=7, loader=lambda: map_loader(2)),
     Cell("2 workers, last batch", batch=12, loader=lambda: map_loader(2)),
     Cell("distributed sampler", batch=17, loader=distributed_loader),
+    Cell("distributed sampler, first batch of an epoch", batch=13, loader=distributed_loader),
+    Cell("distributed sampler, last batch of an epoch", batch=12, loader=distributed_loader),
+    Cell("distributed sampler, epochs cut short", batch=8, loader=distributed_loader) | {"limit_train_batches": 8},
+    Cell("2 workers, distributed sampler, first batch of an epoch", batch=13, loader=lambda: distributed_loader(2)),
+    Cell("2 workers, distributed sampler, last batch of an epoch", batch=12, loader=lambda: distributed_loader(2)),
     Cell("iterable without length", batch=5, loader=stream_loader),
     Cell("iterable, last but one batch", batch=11, loader=stream_loader),
     Cell("iterable, last batch", batch=12, loader=stream_loader),
@@ -82,7 +87,15 @@ CELLS = [
 ]
 
 
-BEFORE_BATCH = ("mid-epoch", "first batch of an epoch", "mid-accumulation", "fp16", "2 workers")
+BEFORE_BATCH = (
+    "mid-epoch",
+    "first batch of an epoch",
+    "mid-accumulation",
+    "fp16",
+    "2 workers",
+    "distributed sampler, first batch of an epoch",
+    "2 workers, distributed sampler, first batch of an epoch",
+)
 POINTS = [(c, False) for c in CELLS] + [(c, True) for c in CELLS if c.name in BEFORE_BATCH]
 
 
@@ -99,6 +112,35 @@ def test_resumed_run_equals_an_uninterrupted_one(cell: Cell, before_batch: bool)
     assert outcome.calls == len(reference.steps) - (cell.batch - before_batch)
     assert_same_run(outcome, reference)
     assert context_of(outcome.trainer).restart_step == outcome.steps[cell.batch - 1 - before_batch][2]
+
+
+class AtOnce(L.Callback):
+    """Takes a snapshot as soon as it is resumed from another, before any batch, and goes on from that one."""
+
+    def __init__(self, data: bytes) -> None:
+        self.first = Resume(data)
+
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        resume(trainer, self.first.snapshot)
+        control = private.advance_control(trainer)
+        put_back = control.first
+        assert put_back is not None
+
+        def twice() -> bool:
+            result = put_back()
+            restore(trainer, take(trainer))
+            return result
+
+        control.first = twice
+
+
+@pytest.mark.parametrize("batch", [5, 12])
+def test_a_snapshot_taken_right_after_a_resume_is_the_same_place(batch: int) -> None:
+    cell = Cell("at once", batch=batch, loader=distributed_loader)
+    save = Save(batch)
+    with pytest.raises(StoppedError):
+        run(cell, save)
+    assert_same_run(run(cell, AtOnce(save.data), seed=5), run(cell))
 
 
 def test_payload_round_trip() -> None:
