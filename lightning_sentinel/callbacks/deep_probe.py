@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +59,7 @@ class _Look:
     places: dict[str, list[int]] = field(default_factory=dict)
     tokens: TokenLosses | None = None
     no_tokens: str = ""
+    problem: str = ""  # why this rank could not measure; then none does
 
 
 class DeepProbe(SentinelCallback):
@@ -168,7 +171,8 @@ class DeepProbe(SentinelCallback):
             trainer.global_step, reason, incident, started, Stats(), None, optimizer, Groups(module, optimizer)
         )
         result = self._forward(trainer, module, look)
-        self._training(trainer, module, look, result)
+        with _noted(look):
+            self._training(trainer, module, look, result)
         return look
 
     def _forward(self, trainer: Trainer, module: LightningModule, look: _Look) -> ReplayResult | None:
@@ -249,11 +253,14 @@ class DeepProbe(SentinelCallback):
     def _end(self, trainer: Trainer, look: _Look) -> dict[str, Any]:
         """Measure the update, read everything at once, judge the range, write it down; the fields of ``probe.deep``."""
         device = trainer.strategy.root_device
-        if look.before is not None:
-            torch._foreach_sub_(look.before, look.parameters)
-            self._norms(look, "update", list(look.before), device)
-            look.before, look.parameters = None, []
-        magnitudes = self._worst_of_ranks(trainer, look, device)
+        with _noted(look):
+            if look.before is not None and not look.problem:
+                torch._foreach_sub_(look.before, look.parameters)
+                self._norms(look, "update", list(look.before), device)
+        look.before, look.parameters = None, []
+        problems, magnitudes = self._worst_of_ranks(trainer, look, device)
+        if problems:
+            return self._given_up(trainer, look, problems)
         look.stats.values.append(("ranges", "all", magnitudes))
         read = look.stats.read(device)
         ranges = _ranges(look.stats, _numbers(read.pop("ranges")["all"]))
@@ -279,18 +286,33 @@ class DeepProbe(SentinelCallback):
         return event
 
     @staticmethod
-    def _worst_of_ranks(trainer: Trainer, look: _Look, device: torch.device) -> Tensor:
-        """Largest magnitudes over the ranks, ``[n]``: every rank then judges alike."""
-        mine = [m.reshape(()).to(device) for _, m, _ in look.stats.ranges]
-        values = torch.stack(mine) if mine else torch.zeros(0, dtype=torch.float64, device=device)
-        if trainer.world_size > 1:
-            told = gather_objects(trainer, [[path for path, _, _ in look.stats.ranges]])
-            if any(paths != told[0] for paths in told):  # one rank's replay failed, or its data took another way
-                look.stats.ranges = []
-                return values.new_zeros(0)
-            if mine:
-                torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
-        return values
+    def _worst_of_ranks(trainer: Trainer, look: _Look, device: torch.device) -> tuple[list[str], Tensor]:
+        """What went wrong on which rank; and the largest magnitudes over the ranks, ``[n]``: all then judge alike."""
+        values = torch.zeros(0, dtype=torch.float64, device=device)
+        with _noted(look):
+            mine = [m.reshape(()).to(device) for _, m, _ in look.stats.ranges]
+            values = torch.stack(mine) if mine else values
+        problem = f"rank {trainer.global_rank}: {look.problem}" if look.problem else ""
+        told = gather_objects(trainer, [(problem, [path for path, _, _ in look.stats.ranges])])
+        if problems := [p for p, _ in told if p]:
+            return problems, values
+        if any(paths != told[0][1] for _, paths in told):  # one rank's replay failed, or its data took another way
+            look.stats.ranges = []
+            return [], values.new_zeros(0)
+        if trainer.world_size > 1 and len(values):
+            torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
+        return [], values
+
+    def _given_up(self, trainer: Trainer, look: _Look, problems: list[str]) -> dict[str, Any]:
+        """A probe that could not be made on some rank is none on any: said, and training goes on."""
+        context, reason = self.context(trainer), "; ".join(problems[:NAMED])
+        event: dict[str, Any] = {"step": look.step, "attempt": context.attempt, "tokens": context.tokens}
+        event |= {"reason": look.reason, "incident": look.incident, "unavailable": reason}
+        event |= {"modules": {}, "groups": {}, "seconds": round(time.perf_counter() - look.started, 4)}
+        context.journal.write("probe.deep", **event)
+        if trainer.is_global_zero:
+            log.warning("DeepProbe could not measure step %d: %s", look.step, reason)
+        return event
 
     def _warn(self, trainer: Trainer, step: int, approach: Approach) -> None:
         growth = (
@@ -339,6 +361,15 @@ class DeepProbe(SentinelCallback):
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers
+
+
+@contextmanager
+def _noted(look: _Look) -> Iterator[None]:
+    """What fails while this rank measures is told to the others where they would wait for it."""
+    try:
+        yield
+    except Exception as error:  # no memory for a copy, say
+        look.problem = look.problem or f"{type(error).__name__}: {error}"[:300]
 
 
 def _numbers(value: float | list[float]) -> list[float]:

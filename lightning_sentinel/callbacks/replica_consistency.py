@@ -27,6 +27,7 @@ AGAIN = 10  # steps until the next look while the replicas differ: fewer than th
 SYNCHRONISED = 3  # changes of a buffer that all replicas made alike, after which it is taken for synchronised
 NAMED = 8  # tensors named in a finding, and compared by value
 COMPARED_NUMEL = 2**22  # larger tensors are not exchanged to measure how far they have drifted apart
+FAILED = -2  # in place of an owner: this rank could not look
 
 
 @dataclass
@@ -73,7 +74,8 @@ class ReplicaConsistency(SentinelCallback):
 
     Journalled: ``replicas.compared`` at the start (how many tensors, what is left out and why),
     ``replicas.local_buffers`` when further buffers are left out, ``replicas.agree_again`` where replicas have differed and
-    ``replicas.still_differ`` where they do at the end of a fit that no exception ends, and the finding ``replica_drift``, an
+    ``replicas.still_differ`` where they do at the end of a fit that no exception ends, ``replicas.not_compared`` where a
+    rank could not look (no memory left): then no rank goes by that look; and the finding ``replica_drift``, an
     incident, with ``rank:<r>`` and ``parameter:<name>``, ``buffer:<name>`` or ``optimizer:<key>`` as culprits. Nothing is
     logged to the loggers.
 
@@ -181,19 +183,22 @@ class ReplicaConsistency(SentinelCallback):
         trainer, module = self._fit
         self._looked = (record.attempt, record.step)
         device = trainer.strategy.root_device
-        owned = [(n, t, o) for n, t in self._named(trainer, module) if (o := self._owner(t)) is not None]
-        names, table = fingerprints(((n, t) for n, t, _ in owned), device)
-        owners = {n: o for n, _, o in owned}
-        classes = [0, *self._layouts.values()]
-        mine = []
-        for i, owner in enumerate(classes):
-            # The replicated tensors are a class of their own, although rank 0 may own a shard, too.
-            chosen = [k for k, (_, t, o) in enumerate(owned) if o == owner and _is_sharded(t) == (i > 0)]
-            rows = torch.tensor(chosen, dtype=torch.int64, device=device)
-            part = digest([names[k] for k in chosen], table[rows])
-            mine.append(torch.cat([part.new_tensor([-1 if owner is None else owner]), part]))
-        packed = torch.stack(mine).reshape(-1)
+        owned: list[tuple[str, Tensor, int]] = []
+        names: list[str] = []
+        table = torch.zeros(0, 2, dtype=torch.int64, device=device)
+        classes, problem = [0, *self._layouts.values()], ""
+        try:
+            owned = [(n, t, o) for n, t in self._named(trainer, module) if (o := self._owner(t)) is not None]
+            names, table = fingerprints(((n, t) for n, t, _ in owned), device)
+            packed = self._packed(owned, names, table, classes)
+        except Exception as error:  # no memory left on this rank, say: the others are waiting in the gather
+            problem = f"rank {trainer.global_rank}: {type(error).__name__}: {error}"[:300]
+            packed = torch.full((3 * len(classes),), FAILED, dtype=torch.int64, device=device)
         everyone = gather_flat(packed, trainer.world_size).view(-1, len(classes), 3).cpu().tolist()
+        if any(row[0][0] == FAILED for row in everyone):
+            self._say_not_compared(trainer, problem)
+            return []
+        owners = {n: o for n, _, o in owned}
         findings = [] if _agree(everyone) else self._name(trainer, record, owned, names, table, owners)
         self._note_episode(trainer, record.step, bool(findings))
         if not findings:
@@ -203,6 +208,27 @@ class ReplicaConsistency(SentinelCallback):
             self._counters = [_counter(o) for o in trainer.optimizers]
             self._applied = self.context(trainer).applied_steps
         return findings
+
+    @staticmethod
+    def _packed(
+        owned: list[tuple[str, Tensor, int]], names: list[str], table: Tensor, classes: list[int | None]
+    ) -> Tensor:
+        """Owner and digest of each class of tensors, ``[3 * classes]`` int64."""
+        mine = []
+        for i, owner in enumerate(classes):
+            # The replicated tensors are a class of their own, although rank 0 may own a shard, too.
+            chosen = [k for k, (_, t, o) in enumerate(owned) if o == owner and _is_sharded(t) == (i > 0)]
+            rows = torch.tensor(chosen, dtype=torch.int64, device=table.device)
+            part = digest([names[k] for k in chosen], table[rows])
+            mine.append(torch.cat([part.new_tensor([-1 if owner is None else owner]), part]))
+        return torch.stack(mine).reshape(-1)
+
+    def _say_not_compared(self, trainer: Trainer, problem: str) -> None:
+        """A look that failed on some rank tells nothing on any; the next one is at the next interval."""
+        problems = gather_objects(trainer, [problem] if problem else [])
+        self.context(trainer).write(trainer, "replicas.not_compared", reason="; ".join(problems[:NAMED]))
+        if trainer.is_global_zero:
+            log.warning("ReplicaConsistency could not compare the replicas this time: %s.", "; ".join(problems[:NAMED]))
 
     def _note_episode(self, trainer: Trainer, step: int, differ: bool) -> None:
         """Where a drift begins and where it ends; what lies between is looked at, and not written again."""
@@ -503,12 +529,18 @@ def _largest_difference(trainer: Trainer, found: list[Difference], tensors: Mapp
             and tensor.is_floating_point()
             and 0 < tensor.numel() <= COMPARED_NUMEL
         )
-        # A rank may lack the tensor (no state yet): then nobody measures it.
-        if not all(gather_objects(trainer, [fits])):
+        high = low = None
+        if fits and tensor is not None:
+            try:
+                high = tensor.detach().to(trainer.strategy.root_device, torch.float32, copy=True)
+                low = high.clone()
+            except Exception:  # no memory for a copy on this rank
+                low = None
+        # A rank may lack the tensor (no state yet), or the memory: then nobody measures it.
+        if not all(gather_objects(trainer, [low is not None])):
             continue
-        assert tensor is not None
-        high = tensor.detach().to(trainer.strategy.root_device, torch.float32, copy=True)
-        low = high.clone()
+        assert high is not None
+        assert low is not None
         torch.distributed.all_reduce(high, torch.distributed.ReduceOp.MAX)
         torch.distributed.all_reduce(low, torch.distributed.ReduceOp.MIN)
         apart = float((high - low).max())

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import Trainer
 
@@ -41,7 +42,7 @@ def choose(
     refused: list[str] = []
     looking = _look(trainer, store, resume) if trainer.is_global_zero else iter(())
     while True:
-        path, problem, note = trainer.strategy.broadcast(next(looking, ("", "", "")), src=0)
+        path, problem, note = told_by_rank_0(trainer, lambda: next(looking, ("", "", "")))
         if not path:
             break
         loaded = None
@@ -59,6 +60,26 @@ def choose(
             " one by resume=<path>, or set resume=None to start afresh."
         )
     return None
+
+
+def told_by_rank_0(trainer: Trainer, ask: Callable[[], Any]) -> Any:
+    """What ``ask`` gives on rank 0, on every rank.
+
+    Raises:
+        CheckpointError: On every rank, where it raises on rank 0: nobody waits for an answer that does not come.
+    """
+    answer, problem = None, None
+    if trainer.is_global_zero:
+        try:
+            answer = ask()
+        except Exception as error:
+            problem = error
+    answer, failed = trainer.strategy.broadcast((answer, "" if problem is None else words(problem)), src=0)
+    if isinstance(problem, CheckpointError):
+        raise problem
+    if failed:
+        raise CheckpointError(f"rank 0 could not look for a checkpoint: {failed}") from problem
+    return answer
 
 
 def next_attempt(store: CheckpointStore, checkpoint: Checkpoint, attempt: int, last_step: int) -> int:

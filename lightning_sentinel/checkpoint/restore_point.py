@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from ..progress import TRAINING_LOG
 from ..state.snapshot import Snapshot
 from . import aloud
-from .choosing import load_everywhere
+from .choosing import load_everywhere, told_by_rank_0
 from .manifest import Status
 from .store import Checkpoint, CheckpointStore
 
@@ -27,8 +27,8 @@ def newest_step(trainer: Trainer, store: CheckpointStore, before_step: int, on_p
     Args:
         on_path: Whether attempt and step of a checkpoint lie on the path that the run is on.
     """
-    step = next((c.step for c in _candidates(trainer, store, before_step, on_path)), None)
-    found: int | None = trainer.strategy.broadcast(step, src=0)
+    candidates = _candidates(trainer, store, before_step, on_path)
+    found: int | None = told_by_rank_0(trainer, lambda: next((c.step for c in candidates), None))
     return found
 
 
@@ -41,12 +41,15 @@ def load_newest(
         refuse: Called on every rank with each checkpoint that cannot be used and the reason.
     """
     looking = _candidates(trainer, store, before_step, on_path)
-    while True:
+
+    def found() -> tuple[str, str]:
         checkpoint = next(looking, None)
-        found = ("", "")
-        if checkpoint is not None:
-            found = str(checkpoint.path), "; ".join(aloud.verify(store, checkpoint.path, log=TRAINING_LOG))
-        path, problem = trainer.strategy.broadcast(found, src=0)
+        if checkpoint is None:
+            return "", ""
+        return str(checkpoint.path), "; ".join(aloud.verify(store, checkpoint.path, log=TRAINING_LOG))
+
+    while True:
+        path, problem = told_by_rank_0(trainer, found)
         if not path:
             return None
         if not problem:

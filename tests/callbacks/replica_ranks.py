@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_sentinel import IncidentResponse, RankTelemetry, ReplicaConsistency, Rollback
+from lightning_sentinel.callbacks import replica_consistency
 from lightning_sentinel.context import context_of
 
 STEPS, HIT, EVERY = 14, 5, 4
@@ -38,10 +39,18 @@ SCENARIOS = (
     "fsdp",
     "hsdp",
     "averaged",
+    "cannot_look",
 )
 HEALED, LONG = 31, 42  # of the scenario that is only watched: five looks while the replicas differ
 OF_FOUR = ("tie", "moment", "two_ways")  # by what two replicas cannot tell
 GUILTY = {2: (1,), 4: (2,)}  # by number of ranks
+
+
+FINGERPRINTS = replica_consistency.fingerprints
+
+
+def no_memory(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("nothing left here")
 
 
 class Model(Net):
@@ -86,6 +95,10 @@ class Parting(L.Callback):
                     torch.distributed.broadcast(tensor, 0)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
+        if self.scenario == "cannot_look" and trainer.global_rank == 1:
+            # At the first look after the others have gone on: no memory left there, for once.
+            failing = trainer.global_step == 2 * EVERY
+            replica_consistency.fingerprints = no_memory if failing else FINGERPRINTS  # type: ignore[assignment]
         if trainer.global_step != HIT or self.done:
             return
         self.done = True
@@ -103,7 +116,7 @@ class Parting(L.Callback):
                 pl_module.table[0] = -0.0
             elif self.scenario == "moment":
                 optimizer.state[pl_module.first.weight]["exp_avg_sq"][0, 0] *= 2.0
-            elif self.scenario in ("tie", "two_ways", "tie_observe"):
+            elif self.scenario in ("tie", "two_ways", "tie_observe", "cannot_look"):
                 bits = pl_module.last.weight.view(torch.int32)
                 bits[0, 3] ^= 1 << 12
             elif self.scenario in ("flip", "hsdp"):
@@ -146,6 +159,7 @@ def fit(scenario: str, folder: Path, devices: int = 2) -> None:
         "told": [e["event"] for e in sink.events if e["event"].startswith("incident.")],
         "agree": sink.named("replicas.agree_again"),
         "still": sink.named("replicas.still_differ"),
+        "not_compared": sink.named("replicas.not_compared"),
         "norms": [float(o.norm()) for o in others],
         "hit": parting.done,
         "state": watch.state_dict(),

@@ -158,6 +158,16 @@ def test_healthy_replicas_are_compared_without_a_word(ranks: Any) -> None:
 
 
 @pytest.mark.distributed
+def test_a_look_that_fails_on_one_rank_alone_is_none_on_any_and_nobody_waits(ranks: Any) -> None:
+    """It would have been the first to see the drift; the next one sees it."""
+    for result in ranks["cannot_look"]:
+        [failed] = result["not_compared"]
+        assert (failed["step"], failed["reason"]) == (2 * EVERY, "rank 1: OutOfMemoryError: nothing left here")
+        assert only(result, 3 * EVERY)["evidence"]["tensors"][0] == "parameter:last.weight"
+    assert ranks["clean"][0]["not_compared"] == []
+
+
+@pytest.mark.distributed
 def test_a_rank_that_skipped_alone_is_named(ranks: Any) -> None:
     result = ranks["skip"][0]
     found = only(result)

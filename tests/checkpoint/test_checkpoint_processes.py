@@ -35,32 +35,45 @@ def run_ranks(folder: Path, *arguments: str) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_ranks_resume_together(tmp_path: Path) -> None:
-    """Dropout and shuffle differ by rank, so every rank's random state and data position must come back."""
+    """Dropout and shuffle differ by rank, so every rank's random state and data position must come back.
+
+    A checkpoint that one rank cannot use is used by none: each refuses it alike, and says so.
+    """
     assert run_ranks(tmp_path / "clean") == 0
     assert run_ranks(tmp_path / "run", "--stop=11") != 0
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     saved = {c.step: c for c in store.checkpoints()}
-    assert set(saved) == {3, 6, 9}
-    assert saved[9].manifest.world_size == 2
+    assert set(saved) == {2, 4, 6, 8, 10}
+    assert saved[10].manifest.world_size == 2
     expected = ["lightning.ckpt", "model.pt", "optimizer.pt", "rank-00000.pt", "rank-00001.pt", "run.json"]
-    assert sorted(saved[9].manifest.files) == expected
-    # the newest one has lost the part of rank 1, in the one before it is damaged: refused as a whole, by both ranks
-    (saved[9].path / "rank-00001.pt").unlink()
-    part = saved[6].path / "rank-00001.pt"
+    assert sorted(saved[10].manifest.files) == expected
+    # the newest one has lost the part of rank 1, in the one before it is damaged, and the next one, whose every hash is
+    # right, rank 1 alone cannot load: refused as a whole, by both ranks
+    (saved[10].path / "rank-00001.pt").unlink()
+    part = saved[8].path / "rank-00001.pt"
     data = bytearray(part.read_bytes())
     data[len(data) // 2] ^= 1
     part.write_bytes(data)
-    assert run_ranks(tmp_path / "run", "--seed=9") == 0
+    assert run_ranks(tmp_path / "run", "--seed=9", "--fails-alone=6", "--then-none") == 0
     refused = [(Path(e["path"]).name, e["reason"]) for e in events(tmp_path / "run", "checkpoint.refused")]
-    assert refused == [
-        ("step-00000009", "rank-00001.pt is missing"),
-        ("step-00000006", "rank-00001.pt fails SHA-256"),
+    alone = "rank 1: OSError: the disk of this node has gone"
+    assert refused[:3] == [
+        ("step-00000010", "rank-00001.pt is missing"),
+        ("step-00000008", "rank-00001.pt fails SHA-256"),
+        ("step-00000006", alone),
     ]
+    # where none is left, no rank starts afresh by itself
+    nothing = [json.loads((tmp_path / "run" / f"none-{rank}.json").read_text()) for rank in range(2)]
+    assert nothing[0] == nothing[1]
+    assert nothing[0].startswith("resume='auto': no checkpoint in ")
+    assert nothing[0].count("step-") == len(refused[3:]) >= 4
+    assert alone in nothing[0]
+    assert nothing[0].endswith("Repair one, name one by resume=<path>, or set resume=None to start afresh.")
     for rank in range(2):
         clean = json.loads((tmp_path / "clean" / f"steps-{rank}.json").read_text())
         again = json.loads((tmp_path / "run" / f"steps-{rank}.json").read_text())
-        assert events(tmp_path / "run", "run.resumed", rank)[0]["checkpoint_step"] == 3
-        assert again["steps"] == clean["steps"][3:]
+        assert [e["checkpoint_step"] for e in events(tmp_path / "run", "run.resumed", rank)] == [4]
+        assert again["steps"] == clean["steps"][4:]
         assert again["weights"] == clean["weights"]
     assert not [e for e in events(tmp_path / "run", "finding") if e["finding"]["kind"] == "restart_jump"]
 

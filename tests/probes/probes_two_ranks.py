@@ -10,6 +10,8 @@ import logging
 import math
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from lightning_sentinel.context import context_of
 
 STEPS, EVERY, BAD = 10, 3, 7
 STRATEGIES = ("ddp", "fsdp2")
+FAILS = 2 * EVERY  # the probe of this step fails on rank 1 alone, in the scenes whose names say so
+SCENES = ("weights_fail", "update_fails")
 
 
 class Deep(L.LightningModule):
@@ -73,11 +77,34 @@ def fit(kind: str, probe: bool) -> tuple[L.Trainer, Sink, dict[str, Tensor]]:
     return trainer, sink, {n: getattr(p, "_local_tensor", p).detach().clone() for n, p in module.named_parameters()}
 
 
+@contextmanager
+def failing(scene: str) -> Iterator[None]:
+    """Rank 1 has no memory left where it measures the norms of the weights, or those of the update."""
+    norms, what = DeepProbe._norms, scene.partition("_")[0].removesuffix("s")
+
+    def measure(look: Any, of: str, *args: Any, **kwargs: Any) -> None:
+        if of == what and look.step == FAILS and torch.distributed.get_rank() == 1:
+            raise torch.OutOfMemoryError("nothing left here")
+        norms(look, of, *args, **kwargs)
+
+    DeepProbe._norms = staticmethod(measure)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DeepProbe._norms = staticmethod(norms)  # type: ignore[method-assign]
+
+
 def main() -> None:
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning_sentinel"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
+    for scene in SCENES:
+        with failing(scene):
+            _, sink, _ = fit("ddp", probe=True)
+        Path(sys.argv[1], f"{scene}-{torch.distributed.get_rank()}.json").write_text(
+            json.dumps(sink.named("probe.deep"), default=str)
+        )
     for kind in sys.argv[2:]:
         _, _, bare = fit(kind, probe=False)
         trainer, sink, probed = fit(kind, probe=True)

@@ -14,7 +14,7 @@ import torch
 from hybrid_lm.model import HybridLMConfig
 from hybrid_lm.module import AdamWCosine, HybridLMModule
 from lightning.pytorch.plugins import MixedPrecision
-from probes_two_ranks import BAD, EVERY, STEPS, STRATEGIES
+from probes_two_ranks import BAD, EVERY, FAILS, SCENES, STEPS, STRATEGIES
 from sentinel_kit import Loader, Net, Sink, make_trainer, run_ranks, same_bits, weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -362,7 +362,8 @@ def test_options_are_checked() -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("probes")
     run_ranks(SCRIPT, folder, *STRATEGIES)
-    return {s: [json.loads((folder / f"{s}-{r}.json").read_text()) for r in (0, 1)] for s in STRATEGIES}
+    names = (*STRATEGIES, *SCENES)
+    return {s: [json.loads((folder / f"{s}-{r}.json").read_text()) for r in (0, 1)] for s in names}
 
 
 @pytest.mark.distributed
@@ -384,6 +385,18 @@ def test_all_ranks_probe_alike_and_nothing_changes(kind: str, ranks: Any) -> Non
         if ours["reason"] == "interval":
             assert ours["groups"] == theirs["groups"]  # reduced gradients, the same weights and updates
             assert ours["modules"]["blocks.0"] != theirs["modules"]["blocks.0"]  # each rank's own data
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("scene", SCENES)
+def test_a_probe_that_fails_on_one_rank_alone_is_none_on_any_and_nobody_waits(scene: str, ranks: Any) -> None:
+    due = [*range(EVERY, STEPS, EVERY), BAD]
+    for events in ranks[scene]:
+        assert sorted(e["step"] for e in events) == sorted(due)
+        told = {e["step"]: e["unavailable"] for e in events}
+        assert told == dict.fromkeys(due, "") | {FAILS: "rank 1: OutOfMemoryError: nothing left here"}
+        [failed] = [e for e in events if e["step"] == FAILS]
+        assert (failed["modules"], failed["groups"]) == ({}, {})
 
 
 @pytest.mark.distributed
