@@ -775,14 +775,15 @@ class Straggler(Case):
     """One rank computes for three times as long."""
 
     kind, culprits, ranks, duration, patience = "infrastructure", ("rank:1",), {2: 1}, None, 40
+    # A backward takes about two forwards: twice the three of them on top is three times as long.
+    forwards_more = 6.0
 
     def __init__(self, seed: int, world_size: int = 1) -> None:
         super().__init__(seed, world_size)
         self.forwards: deque[float] = deque(maxlen=16)  # seconds of this rank's own, however fast the machine is
 
     def strike(self, trainer: Any, world: World, batch: Any) -> None:
-        # A backward takes about two forwards: twice the three of them on top is three times as long.
-        time.sleep(max(0.05, 6.0 * sorted(self.forwards)[len(self.forwards) // 2]))
+        time.sleep(max(0.05, self.forwards_more * sorted(self.forwards)[len(self.forwards) // 2]))
 
     def after(self, trainer: Any, world: World, batch: Any) -> None:
         self.begun = time.perf_counter()

@@ -51,14 +51,14 @@ def start_together(module: str, arguments: Sequence[str], *folders: Path, timeou
 
 
 def run_together(
-    cases: Sequence[tuple[str, int]], file: Path, timeout: float = 1800.0, beside: tuple[str, Path] | None = None
+    cases: Sequence[tuple[str, int]], file: Path, timeout: float = 1800.0, beside: Sequence[str | Path] = ()
 ) -> list[dict[str, Any]]:
     """Outcomes of these cases on two ranks, as rank 0 wrote them down.
 
-    ``beside``: a callback for every Trainer, ``module.Class``, and the folder of its module.
+    ``beside``: a callback for every Trainer, ``module.Class``, and the folders of its module and of what that imports.
     """
-    arguments = [str(file), "" if beside is None else beside[0], *(f"{n}:{s}" for n, s in cases)]
-    folders = () if beside is None else (beside[1],)
+    callback, folders = (str(beside[0]), map(Path, beside[1:])) if beside else ("", ())
+    arguments = [str(file), callback, *(f"{n}:{s}" for n, s in cases)]
     codes = start_together("triage_matrix.ranks", arguments, *folders, timeout=timeout)
     outcomes = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     if any(codes) or len(outcomes) < len(cases):

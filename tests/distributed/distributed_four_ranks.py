@@ -1,4 +1,4 @@
-"""Four processes, one of which is hurt in seven ways: ``python distributed_four_ranks.py FOLDER``.
+"""Four processes, one of which is hurt in eight ways: ``python distributed_four_ranks.py FOLDER``.
 
 One fit for each bad rank, all in the same process group. In each, every rank writes ``bad-<b>-rank-<r>.json``: its
 incidents, what it applied, and the bits that it ended with. Then, for each rank, one group of its own in which that rank
@@ -35,8 +35,9 @@ from lightning_sentinel.context import context_of
 from lightning_sentinel.faults import BadRank, CursorRewind, NanBackward, NanForward, NoSupervisedTokens
 
 # Far enough apart for each incident to be closed before the next fault, and away from the steps of restore points.
-LOSS_40, FORWARD, BACKWARD, UNSUPERVISED, WEIGHTS, CURSOR, SLOW = 43, 69, 95, 121, 147, 173, 199
-STEPS, SLOW_STEPS = 232, 28
+LOSS_40, FORWARD, BACKWARD, UNSUPERVISED, WEIGHTS, CURSOR, FLIP, SLOW = 43, 69, 95, 121, 147, 173, 200, 229
+STEPS, SLOW_STEPS = 260, 28
+BIT = 12  # of the 23 of the fraction: the loss does not show it
 RANKS = range(4)
 RAISES = 3
 IN_TWO_STAGES = 3  # in this fit the rows are gathered by pairs first
@@ -61,10 +62,22 @@ class Hurt(Bigram):
                 loss = loss * (40.0 / loss.detach())
             elif SLOW <= step < SLOW + SLOW_STEPS:
                 usual = statistics.median(b - a for a, b in pairwise(self.began[-STEPS // 4 :]))
-                time.sleep(max(0.2, 2 * usual))
+                time.sleep(max(0.1, 2 * usual))
             else:
                 self.began.append(time.perf_counter())
         return loss
+
+
+class FlippedBit(L.Callback):
+    """One bit of one weight of this rank's replica flips once, before a step at which the replicas are compared."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.struck = rank, False
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == FLIP and trainer.global_rank == self.rank and not self.struck:
+            self.struck = True
+            pl_module.middle.weight.data.view(-1).view(torch.int32)[7] ^= 1 << BIT
 
 
 def main() -> None:
@@ -120,7 +133,8 @@ def fit(folder: Path, bad: int) -> None:
     if bad == IN_TWO_STAGES:
         (telemetry,) = [callback for callback in suite if isinstance(callback, RankTelemetry)]
         telemetry.gather_within = 2
-    trainer = one_of_four([lightning_sentinel.FaultInjector(faults), *suite], STEPS)
+    flipped = FlippedBit(bad)
+    trainer = one_of_four([lightning_sentinel.FaultInjector(faults), flipped, *suite], STEPS)
     context, sink = context_of(trainer), Sink()
     context.journal = sink
     trainer.fit(Hurt(bad), Sequences(trainer.global_rank))
@@ -133,7 +147,8 @@ def fit(folder: Path, bad: int) -> None:
         "quarantined": sorted(context.ledger.active) if context.ledger is not None else [],
         "end": digest(trainer),
         "step": trainer.global_step,
-        "waited": {e["step"]: e["wait_seconds"] for e in sink.steps()},
+        "flipped": flipped.struck,
+        "slowest": [e["slowest_rank"] for e in sink.steps() if SLOW <= e["step"] < SLOW + SLOW_STEPS],
     }
     (folder / f"bad-{bad}-rank-{trainer.global_rank}.json").write_text(json.dumps(result, default=str))
 

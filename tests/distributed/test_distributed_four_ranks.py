@@ -1,4 +1,4 @@
-"""Four processes, each of them hurt in turn in eight ways: all ranks name the same culprit at the same step, in time."""
+"""Four processes, each of them hurt in turn in nine ways: all ranks name the same culprit at the same step, in time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,18 @@ from distributed_kit import run_script
 from elastic_job import read
 
 SCRIPT = Path(__file__).with_name("distributed_four_ranks.py")
-LOSS_40, FORWARD, BACKWARD, UNSUPERVISED, WEIGHTS, CURSOR, SLOW, SLOW_STEPS = 43, 69, 95, 121, 147, 173, 199, 28
+LOSS_40, FORWARD, BACKWARD, UNSUPERVISED, WEIGHTS, CURSOR, FLIP, SLOW, SLOW_STEPS = (
+    43,
+    69,
+    95,
+    121,
+    147,
+    173,
+    200,
+    229,
+    28,
+)
+HURT = [LOSS_40, FORWARD, BACKWARD, UNSUPERVISED, WEIGHTS, CURSOR, FLIP]
 RAISES = 3
 RANKS = BAD = range(4)
 
@@ -54,9 +65,9 @@ def test_all_ranks_tell_the_same_story_and_end_with_the_same_weights(results: Re
     for other in others:
         assert other["incidents"] == first["incidents"]
         assert other["applied"] == first["applied"]
-        assert (other["end"], other["step"], other["quarantined"]) == (first["end"], 232, first["quarantined"])
+        assert (other["end"], other["step"], other["quarantined"]) == (first["end"], 260, first["quarantined"])
     hurt = [i for i in first["incidents"] if i not in slow_ranks(first)]
-    assert [i["opened_step"] for i in hurt] == [LOSS_40, FORWARD, BACKWARD, UNSUPERVISED, WEIGHTS, CURSOR]
+    assert [i["opened_step"] for i in hurt] == HURT
     assert {i["status"] for i in hurt} == {"recovered"}
 
 
@@ -65,12 +76,13 @@ def test_all_ranks_tell_the_same_story_and_end_with_the_same_weights(results: Re
 def test_each_bad_update_is_kept_out_at_its_step(results: Results, bad: int) -> None:
     applied = {int(step): passes for step, passes in results[bad][0]["applied"].items()}
     # What is tried again goes in the second time; what is skipped never does.
-    for step in (LOSS_40, WEIGHTS, CURSOR):
+    for step in (LOSS_40, WEIGHTS, CURSOR, FLIP):
         assert applied[step] == [False, True]
     for step in (FORWARD, BACKWARD, UNSUPERVISED):
         assert set(applied[step]) == {False}
     never = {step for step, passes in applied.items() if not all(passes)}
-    assert never == {LOSS_40, FORWARD, BACKWARD, UNSUPERVISED, WEIGHTS, CURSOR}
+    assert never == set(HURT)
+    assert [result["flipped"] for result in results[bad]] == [rank == bad for rank in RANKS]
 
 
 @pytest.mark.distributed
@@ -111,6 +123,13 @@ def test_the_bad_rank_is_named_by_every_rank(results: Results, bad: int, seen_by
     assert cursor["verdict"]["culprits"] == ["cursor"]
     assert [(a["action"], a["to_step"]) for a in cursor["actions"]] == [("rollback_replay", 150)]
 
+    # One bit of one weight, after the restore point of that step: the other three agree.
+    flipped = incident_at(result, FLIP)
+    assert ranks_found(flipped, "replica_drift") == [bad]
+    assert flipped["verdict"]["kind"] == "infrastructure"
+    assert flipped["verdict"]["culprits"] == [f"rank:{bad}", "parameter:middle.weight"]
+    assert [(a["action"], a["to_step"]) for a in flipped["actions"]] == [("rollback_replay", 200)]
+
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("bad", BAD)
@@ -124,9 +143,10 @@ def test_the_slow_rank_is_told_from_those_that_wait_for_it(results: Results, bad
         slow = incident["findings"][0]
         assert SLOW + 8 <= slow["step"] < SLOW + SLOW_STEPS  # a loaded machine may have begun to slow it before
         evidence = slow["evidence"]
-        assert evidence["seconds"] > 0.2  # it sleeps for so long
+        assert evidence["seconds"] > 0.1  # it sleeps for so long
         assert evidence["wait_seconds"] < evidence["median_wait_seconds"]
-        assert evidence["median_wait_seconds"] > 0.1
+        assert evidence["median_wait_seconds"] > 0.05
+        assert result["slowest"].count(bad) > 0.8 * SLOW_STEPS  # the step lines name it long before it is an incident
 
 
 @pytest.mark.distributed
