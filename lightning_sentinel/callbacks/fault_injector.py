@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
 from ..faults.base import Fault, Moment
+from ..faults.computation import HookedFault
+from ..triage.sandbox import EAGER
 from .base import SentinelCallback
+
+log = logging.getLogger("lightning_sentinel")
 
 
 class FaultInjector(SentinelCallback):
@@ -19,7 +25,8 @@ class FaultInjector(SentinelCallback):
     can know. It draws nothing from the generators that the training uses, so a run in which no fault fires is
     bit-identical to one without it. Its counters do not go back with a rollback.
 
-    Events: ``fault.injected`` with ``name``, ``fired`` and what exactly was changed, one for each strike.
+    Events: ``fault.injected`` with ``name``, ``fired`` and what exactly was changed, one for each strike; ``fault.missed`` at
+    the end, with a warning, for a fault of a module whose steps have come and that never struck.
 
     Example:
         >>> from lightning_sentinel import FaultInjector
@@ -55,6 +62,8 @@ class FaultInjector(SentinelCallback):
         self.sample_id_fn = sample_id_fn
         self._trainer: Trainer | None = None
         self._moment: Moment | None = None
+        self._due: set[str] = set()  # names of faults whose step has come
+        self._stance: Any = None  # while a step that would run compiled runs eagerly
 
     @property
     def fired(self) -> dict[str, int]:
@@ -64,7 +73,7 @@ class FaultInjector(SentinelCallback):
     # ------------------------------------------------------------------ hooks
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._trainer = trainer
+        self._trainer, self._due = trainer, set()
         for fault in self.faults:
             fault.report = self._report
             fault.install(trainer, pl_module)
@@ -85,11 +94,15 @@ class FaultInjector(SentinelCallback):
         )
         for fault in self.faults:
             fault.moment = self._moment
+            if fault.due(self._moment):
+                self._due.add(fault.name)
             fault.on_batch(self._moment)
+        self._set_stance()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if self._moment is not None:
             self._moment.live = False
+            self._set_stance()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -99,6 +112,7 @@ class FaultInjector(SentinelCallback):
             fault.moment = None
             if moment is not None:
                 fault.on_batch_end(moment)
+        self._set_stance()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._uninstall()
@@ -111,6 +125,34 @@ class FaultInjector(SentinelCallback):
         for fault in self.faults:
             fault.moment = None
             fault.uninstall()
+        self._set_stance()
+        self._say_missed()
+
+    def _set_stance(self) -> None:
+        """What is compiled as a whole runs eagerly as long as a fault strikes in it, in a replay as in the step itself."""
+        strikes = any(isinstance(f, HookedFault) and f.whole and f.strikes_now() for f in self.faults)
+        if strikes == (self._stance is not None) or self._trainer is None:
+            return
+        scratch = self.context(self._trainer).scratch
+        if strikes:
+            self._stance = torch.compiler.set_stance("force_eager")
+            self._stance.__enter__()
+            scratch[EAGER] = True
+        else:
+            self._stance.__exit__(None, None, None)
+            self._stance = None
+            scratch.pop(EAGER, None)
+
+    def _say_missed(self) -> None:
+        for fault in self.faults:
+            why = fault.why_missed()
+            if self._trainer is None or fault.fired or fault.name not in self._due or not why:
+                continue
+            message = f"The fault {fault.name} was due from step {fault.step} on and never struck: {why}."
+            log.warning(message)
+            if self.journal:
+                self.context(self._trainer).write(self._trainer, "fault.missed", name=fault.name, message=message)
+        self._due = set()
 
     def _report(self, fault: Fault, details: dict[str, Any]) -> None:
         if self.journal and self._trainer is not None:

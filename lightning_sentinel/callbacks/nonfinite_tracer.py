@@ -264,7 +264,9 @@ class NonFiniteTracer(SentinelCallback):
 
         Not in compiled modules: another hook would have them compiled anew.
         """
-        if self._deeper or self.boundaries != "auto" or any(map(_private.is_compiled, module.modules())):
+        if self._deeper or self.boundaries != "auto":
+            return
+        if any(_private.is_compiled(m) or _private.holds_compiled(m) for m in module.modules()):
             return
         modules, known = dict(module.named_modules()), {path for _, path, _ in self._hooks}
         self._deeper = [self._register(modules[p], p) for p in block_paths(module) if p not in known]

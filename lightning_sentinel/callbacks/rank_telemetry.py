@@ -320,6 +320,10 @@ class RankTelemetry(SentinelCallback):
             value = value / self._scaler._get_scale_async()
         if pl_module.automatic_optimization and trainer.accumulate_grad_batches != 1:
             value = value * trainer.accumulate_grad_batches
+        if not pl_module.automatic_optimization:
+            # It is kept beyond the step, and the next run of a CUDA graph overwrites what the last one gave. In automatic
+            # optimization Lightning has divided it: the tensor is its own.
+            value = value.clone()
         if self._backward_in_batch:
             self._losses[-1] = self._losses[-1] + value
         else:

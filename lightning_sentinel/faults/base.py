@@ -102,6 +102,10 @@ class Fault:
     def on_batch_end(self, moment: Moment) -> None:
         """After the batch and, on the last micro-batch of a step, after the optimizer and scheduler steps."""
 
+    def why_missed(self) -> str:
+        """Why it may never have struck although its steps came; empty where that is nothing to speak of."""
+        return ""
+
     # ------------------------------------------------------------------ when
 
     def in_window(self, step: int) -> bool:

@@ -2,6 +2,10 @@
 
 They are ordinary hooks on a named module, so a replay of the step meets them exactly as the step itself did, unless the
 fault is a transient one. Outside training steps, in validation for instance, they do nothing.
+
+Compiled code does not call hooks on what is in it. A layer that was compiled on its own runs eagerly while a fault strikes
+it or within it, the others as ever; where more than that is compiled, all of the step does. The line in the journal says so
+(``ran_eagerly``). In every other step the compiled code runs, and the hooks are no part of it.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from ..state import lightning_private as _private
 from .base import Fault, Moment, nearest
 from .data import DataFault
 
@@ -71,7 +76,62 @@ def with_backward(value: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 AUTO = "auto"
 
 
-class ModuleFault(Fault, ABC):
+class HookedFault(Fault, ABC):
+    """A fault that strikes by a hook on one module's output.
+
+    Attributes:
+        target: Path of the module.
+        whole: Whether more than single layers is compiled around it: then it strikes in a step that runs eagerly.
+    """
+
+    target: str
+    whole = False
+    _handle: RemovableHandle | None = None
+    _layers: Sequence[tuple[str, _private.EagerWhile]] = ()  # compiled on their own: the target, what is around it
+
+    def install(self, trainer: Trainer, module: LightningModule) -> None:
+        self._handle = register(self, self.target, module, self._look)
+        hit = module.get_submodule(self.target)
+        around = [(path, m) for path, m in module.named_modules() if any(inner is hit for inner in m.modules())]
+        self.whole = any(_private.holds_compiled(m) for _, m in around)
+        self._layers = [
+            (path, _private.EagerWhile(m, self.strikes_now)) for path, m in around if _private.is_compiled(m)
+        ]
+
+    def uninstall(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        for _, layer in reversed(self._layers):
+            layer.remove()
+        self._layers = ()
+
+    @abstractmethod
+    def strikes_now(self) -> bool:
+        """Whether a forward that runs now is hurt."""
+
+    @abstractmethod
+    def _hook(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
+        """A forward hook that is called only where the fault strikes."""
+
+    def _look(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling() or not self.strikes_now():
+            return None
+        return self._hook(module, args, output)
+
+    @property
+    def ran_eagerly(self) -> dict[str, Any]:
+        """For the journal: what did not run compiled for its sake."""
+        paths = ["the step"] if self.whole else [path for path, _ in self._layers]
+        return {"ran_eagerly": paths} if paths else {}
+
+    def why_missed(self) -> str:
+        return (
+            f"its module {self.target!r} was not called in a training step, or by compiled code, which calls no hooks"
+        )
+
+
+class ModuleFault(HookedFault):
     """A fault in what one module computes.
 
     Args:
@@ -89,16 +149,10 @@ class ModuleFault(Fault, ABC):
     ) -> None:
         super().__init__(step, duration, rank, on_replay, name)
         self.target = target
-        self._handle: RemovableHandle | None = None
         self._counted: Moment | None = None
 
-    def install(self, trainer: Trainer, module: LightningModule) -> None:
-        self._handle = register(self, self.target, module, self._hook)
-
-    def uninstall(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+    def strikes_now(self) -> bool:
+        return self.moment is not None and self.strikes(self.moment)
 
     def strikes(self, moment: Moment) -> bool:
         """Whether the forward that runs now is hurt."""
@@ -109,16 +163,14 @@ class ModuleFault(Fault, ABC):
         """The module's output in place of ``value``."""
 
     def _hook(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
-        moment = self.moment
-        if moment is None or not self.strikes(moment):
-            return None
+        moment = cast(Moment, self.moment)
         try:
             changed = map_first_float(output, self.hurt)
         except TypeError as error:
             raise TypeError(f"{self.name}: module {self.target!r}: {error}.") from None
         if moment.live and self._counted is not moment:  # a module that is called twice is one strike
             self._counted = moment
-            self.struck(moment, module=self.target)
+            self.struck(moment, module=self.target, **self.ran_eagerly)
         return changed
 
 
@@ -232,7 +284,7 @@ class Fp16Overflow(ModuleFault):
         return with_backward(value, lambda grad: grad * gain)
 
 
-class Fp16Collapse(DataFault):
+class Fp16Collapse(HookedFault, DataFault):
     """Some samples drive a module's activations beyond 65,504, for the batches of many steps and whenever they return.
 
     Args:
@@ -258,16 +310,10 @@ class Fp16Collapse(DataFault):
         if gain <= 1.0:
             raise ValueError(f"{self.name}: gain is {gain}, expected more than 1.")
         self.target, self.gain = target, gain
-        self._handle: RemovableHandle | None = None
         self._rows: list[int] = []
 
-    def install(self, trainer: Trainer, module: LightningModule) -> None:
-        self._handle = register(self, self.target, module, self._hook)
-
-    def uninstall(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+    def strikes_now(self) -> bool:
+        return self.moment is not None and bool(self._rows)
 
     def on_batch(self, moment: Moment) -> None:
         self._rows = []
@@ -275,11 +321,9 @@ class Fp16Collapse(DataFault):
 
     def hurt(self, moment: Moment, rows: Sequence[int]) -> dict[str, Any]:
         self._rows = list(rows)
-        return {"module": self.target, "gain": self.gain}
+        return {"module": self.target, "gain": self.gain, **self.ran_eagerly}
 
     def _hook(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
-        if self.moment is None or not self._rows:
-            return None
         rows, gain = self._rows, self.gain
 
         def amplify(value: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ compares :data:`NAMES` with what is installed; a test fails with the name when o
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -74,6 +75,9 @@ NAMES: tuple[tuple[str, str, str], ...] = (
     ("lightning.pytorch.plugins.precision", "Precision.clip_grad_by_norm", "2.6.6"),
     ("lightning.pytorch.plugins.precision", "Precision.main_params", "2.6.6"),
     ("torch.nn", "Module._compiled_call_impl", "torch 2.13"),
+    ("torch.nn", "Module._call_impl", "torch 2.13"),
+    ("torch.overrides", "_pop_mode", "torch 2.13"),
+    ("torch.overrides", "_push_mode", "torch 2.13"),
     ("torch._C", "_current_graph_task_id", "torch 2.13"),
     ("torch._C", "_current_autograd_node", "torch 2.13"),
     ("torch.autograd", "_get_sequence_nr", "torch 2.13"),
@@ -707,9 +711,121 @@ class AroundCompiled:
             self.module._compiled_call_impl = self.inner
 
 
+class EagerWhile:
+    """Runs a module that was compiled on its own eagerly while ``condition`` says so: then hooks within it are called."""
+
+    def __init__(self, module: torch.nn.Module, condition: Callable[[], bool]) -> None:
+        self.module, self.inner = module, module._compiled_call_impl
+        inner: Any = self.inner
+        eager: Any = module._call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not condition():
+                return inner(*args, **kwargs)
+            return eager(*args, **kwargs)
+
+        self.call = call
+        module._compiled_call_impl = call
+
+    def remove(self) -> None:
+        if self.module._compiled_call_impl is self.call:
+            self.module._compiled_call_impl = self.inner
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether the module was compiled on its own."""
     return module._compiled_call_impl is not None
+
+
+def holds_compiled(module: torch.nn.Module) -> bool:
+    """Whether the module keeps something that ``torch.compile`` has made: its ``forward``, another method, a function.
+
+    What ``torch.compile`` returns carries ``_torchdynamo_orig_callable``, or has a ``forward`` that does; Lightning puts such
+    a ``training_step`` into a LightningModule that is compiled as a whole.
+    """
+    own = [v for key, v in module.__dict__.items() if key != "_compiled_call_impl"]
+    classes = [v for c in type(module).__mro__ if c.__module__.partition(".")[0] != "torch" for v in vars(c).values()]
+    return any(hasattr(v, "_torchdynamo_orig_callable") for v in (*own, *classes) if callable(v))
+
+
+@contextmanager
+def compiling_nothing() -> Iterator[list[str]]:
+    """Compiled code runs where there is some for the inputs at hand; what would have to be compiled runs eagerly.
+
+    The same as the stance ``eager_on_recompile``, but what ran eagerly is told: the names of the functions are in the list.
+    ``torch._dynamo.eval_frame._callback_from_stance`` is what decides in torch 2.13; where that is another, only the stance
+    is set, and the list says so.
+    """
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None:  # nothing was ever compiled
+        yield []
+        return
+    try:
+        from torch._dynamo.convert_frame import has_tensor_in_frame
+        from torch._dynamo.trace_rules import check
+        from torch._dynamo.types import ConvertFrameReturn
+
+        inner, passed = dynamo._callback_from_stance, ConvertFrameReturn(apply_to_code=False)
+    except (ImportError, AttributeError, TypeError):
+        with torch.compiler.set_stance("eager_on_recompile"):
+            yield ["not known in this version of torch"]
+        return
+    told: list[str] = []
+
+    def callback_from_stance(callback: Any) -> Any:
+        callback = inner(callback)
+        if callback in (None, False):
+            return callback
+
+        def tell(frame: Any, *args: Any, **kwargs: Any) -> Any:
+            if not check(frame.f_code) and has_tensor_in_frame(frame):
+                told.append(frame.f_code.co_qualname)
+            return passed
+
+        tell._torchdynamo_orig_backend = callback  # type: ignore[attr-defined]  # its compiled code is looked up by this
+        return tell
+
+    dynamo._callback_from_stance = callback_from_stance
+    try:
+        yield told
+    finally:
+        dynamo._callback_from_stance = inner
+
+
+def uses_cuda_graphs(device: torch.device) -> bool:
+    """Whether compiled code has been put into CUDA graphs on this device (``torch._inductor.cudagraph_trees``)."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if device.type != "cuda" or trees is None:
+        return False
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return trees.get_manager(index, create_if_none_exists=False) is not None
+
+
+@contextmanager
+def without_mode(mode: Any) -> Iterator[None]:
+    """Takes one mode off torch's stack of function modes, whatever lies on it, and puts it back.
+
+    Compiled code holds only under the modes under which it was compiled (``torch.overrides._pop_mode``, ``_push_mode``).
+    """
+    overrides: Any = torch.overrides
+
+    def down_to() -> list[Any]:
+        """What lay above ``mode``, the topmost first; with ``mode`` itself it is off the stack then."""
+        above = []
+        while (top := overrides._pop_mode()) is not mode:
+            above.append(top)
+        return above
+
+    above = down_to()
+    for other in reversed(above):
+        overrides._push_mode(other)
+    try:
+        yield
+    finally:
+        for _ in above:
+            overrides._pop_mode()
+        for other in (mode, *reversed(above)):
+            overrides._push_mode(other)
 
 
 def in_backward() -> bool:

@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from ..context import context_of
 from ..incidents import Experiment, Finding, FindingKind, Incident, Spent, Verdict, VerdictKind
 from ..record import StepRecord
-from ..state import lightning_private as _private
 from . import experiments as ex
 from .nonfinite import TraceReport, ids_of, worst_micro_batches
 from .peers import Peers
@@ -240,9 +239,11 @@ class Ladder:
             reasons = []
             if window is not None and any(m.changed_in_place for m in window.micro_batches):
                 reasons.append("a batch was changed in place after its capture")
-            if window is not None and self.trace is not None and self.trace.forwards < len(window.micro_batches):
+            main = self.main
+            traced = main if self.trace is not None else None
+            if window is not None and traced is not None and len(traced.micro_batches) < len(window.micro_batches):
                 reasons.append("not all micro-batches were replayed")
-            if any(map(_private.is_compiled, self.module.modules())) or getattr(self.module, "_compiler_ctx", None):
+            if main is not None and main.eager:
                 reasons.append("the step ran compiled, the replay did not")
             return reasons
 

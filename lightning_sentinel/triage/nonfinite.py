@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ..context import context_of
 from ..record import StepRecord
+from ..state import lightning_private as _private
 from ..state.tree import local
 from .origin import TRAINING_STEP, Origin, is_bad
 from .peers import Peers
@@ -22,6 +23,7 @@ from .replay import ReplayResult, ReplayUnavailableError, replay
 from .window import MicroBatch, StepWindow, tensors
 
 NOT_REPRODUCED, REDUCTION, OPTIMIZER_STATE = "not_reproduced", "reduction", "optimizer_state"
+COMPILED = "compiled"
 
 
 @dataclass
@@ -32,6 +34,7 @@ class TraceReport:
         step: The step.
         kind: ``operator`` or ``constant`` (made in this step), ``batch``, ``parameter``, ``buffer`` (given to it),
             ``optimizer_state``, ``reduction`` (every local value is finite, their reduction is not) or
+            ``compiled`` (the step is not finite again as it ran, compiled, and finite in its eager form) or
             ``not_reproduced`` (the replay is finite).
         name: The operator, or the name of the parameter, buffer, batch entry or optimizer state.
         module: Path of the module, or ``training_step``; empty where none is known.
@@ -43,11 +46,14 @@ class TraceReport:
         samples: Ids of the samples concerned; empty where it is all of the batch, or not known.
         value: Count of non-finite values and range of the finite rest of the tensor that was made.
         inputs: The same of the operator's inputs.
+        compiled: What the replay of a compiled step as it ran gave, ``again`` or ``finite``; ``not available`` where it could
+            not be run so; empty where nothing is compiled.
         sentence: All of it in words.
         origin: What the replay found on ``rank``.
         by_rank: What each rank found, in words.
         seconds: Wall time, the slowest rank's.
-        replay: What the armed replay measured on this rank.
+        forwards: Forward passes of all replays.
+        replay: What the replay that decided measured on this rank: the armed one, or that of the compiled step.
     """
 
     step: int
@@ -62,6 +68,7 @@ class TraceReport:
     samples: tuple[str, ...] = ()
     value: dict[str, Any] | None = None
     inputs: list[dict[str, Any]] = field(default_factory=list)
+    compiled: str = ""
     sentence: str = ""
     origin: Origin | None = None
     by_rank: list[str] = field(default_factory=list)
@@ -97,6 +104,10 @@ class _Local:
     optimizer_state: str
     seconds: float
     forwards: int
+    eager: bool  # something that the step ran compiled ran in its eager form
+    finite_loss: bool
+    again: tuple[int, str] | None  # as boundary, in the replay
+    grad_module: str  # as live_grad_module, in the replay
     gradients: str  # names and sizes of the replayed gradients that can be reduced again, as one string
 
 
@@ -112,46 +123,97 @@ def trace_nonfinite(
 ) -> TraceReport:
     """Replay the current step with the tracing armed. Every rank calls it alike and gets the same report.
 
+    A step that ran compiled is first replayed as it ran: whether the value comes again is asked of that. Only if it does,
+    the eager form is run to name where it is made.
+
     Raises:
         ReplayUnavailableError: The step cannot be replayed on some rank; raised on every rank, with that rank's reason.
     """
     context = context_of(trainer)
     window = context.window
     peers = Peers(trainer)
-    gradients: dict[str, Tensor] = {}
-    results: list[ReplayResult] = []
+    live: Sequence[Tensor | float] = context.scratch.get("live_losses") or []
+    step = record.step if record else trainer.global_step
+    runs: list[ReplayResult] = []
 
-    def measure() -> _Local:
-        chosen = worst_micro_batches(window, context.scratch.get("live_losses") or [], max_forwards)
-        result = replay(
-            trainer,
-            module,
-            optimizer,
-            armed=True,
-            anomaly=anomaly,
-            keep_grads=True,
-            micro_batches=chosen,
-            watch=watch,
-            tokens=True,
-        )
-        results.append(result)
-        assert window is not None  # replay has refused otherwise
-        gradients.update(result.grads or {})
-        return _look(trainer, module, optimizer, window, record, result)
+    def replayed(losses: Sequence[Tensor | float], limit: int | None, **options: Any) -> tuple[list[_Local], str]:
+        def measure() -> _Local:
+            chosen = worst_micro_batches(window, losses, limit)
+            runs.append(
+                replay(
+                    trainer,
+                    module,
+                    optimizer,
+                    keep_grads=True,
+                    micro_batches=chosen,
+                    watch=watch,
+                    tokens=True,
+                    **options,
+                )
+            )
+            assert window is not None  # replay has refused otherwise
+            return _look(trainer, module, optimizer, window, record, runs[-1])
 
-    everyone, error = peers.measured(measure)
-    if error:
-        raise ReplayUnavailableError(error.removeprefix(f"{ReplayUnavailableError.__name__}: "))
-    report = _combine(record.step if record else trainer.global_step, everyone, module, peers, gradients)
-    report.forwards = max(x.forwards for x in everyone)
+        return peers.measured(measure)
+
+    as_it_ran: list[_Local] = []
+    is_compiled = peers.any(runs_compiled(module))
+    graphs = _private.uses_cuda_graphs(trainer.strategy.root_device)
+    if is_compiled and not graphs and (max_forwards is None or max_forwards > 1):
+        as_it_ran, _ = replayed(live, None if max_forwards is None else max_forwards - 1, by_micro_batch=True)
+    asked = bool(as_it_ran) and not any(x.eager for x in as_it_ran)
+    rounds = [as_it_ran] if as_it_ran else []
+    compiled = runs[-1] if asked else None
+    if not asked or not all(x.finite for x in as_it_ran):
+        first = None if compiled is None else compiled.first_bad
+        losses = [math.nan if i == first else x for i, x in enumerate(live)]
+        spent = max((x.forwards for x in as_it_ran), default=0)
+        left = None if max_forwards is None else max(1, max_forwards - spent)
+        eager, error = replayed(losses, left, armed=True, anomaly=anomaly)
+        if error:
+            raise ReplayUnavailableError(error.removeprefix(f"{ReplayUnavailableError.__name__}: "))
+        rounds.append(eager)
+    everyone = rounds[-1]
+    if compiled is not None and everyone is not as_it_ran and all(x.finite and x.origin is None for x in everyone):
+        report = _only_compiled(step, as_it_ran)
+    else:
+        report = _combine(step, everyone, module, peers, runs[-1].grads or {})
+    if is_compiled:
+        report.compiled = "not available" if not asked else "finite" if everyone is as_it_ran else "again"
+    report.forwards = sum(max(x.forwards for x in each) for each in rounds)
     report.by_rank = [_in_words(x) for x in everyone]
-    report.seconds = max(x.seconds for x in everyone)
-    report.replay = results[0]
+    report.seconds = sum(max(x.seconds for x in each) for each in rounds)
+    report.replay = runs[-1]
     context.write(trainer, "triage.nonfinite", **report.to_dict())
     return report
 
 
-def worst_micro_batches(window: StepWindow | None, live: list[Tensor], limit: int | None) -> list[int]:
+def runs_compiled(module: LightningModule) -> bool:
+    """Whether something of a step runs compiled, as far as the module shows it."""
+    return any(_private.is_compiled(m) or _private.holds_compiled(m) for m in module.modules())
+
+
+def _only_compiled(step: int, as_it_ran: list[_Local]) -> TraceReport:
+    """Not finite each time it runs compiled, finite in its eager form."""
+    bad = [(r, x) for r, x in enumerate(as_it_ran) if not x.finite]
+    rank, mine = bad[0]
+    micro_batch, path = mine.again or (0, mine.grad_module)
+    where = f"first in the output of {path}" if mine.again else f"last in the gradients of {path}" if path else ""
+    return TraceReport(
+        step,
+        COMPILED,
+        name="torch.compile",
+        module=path,
+        phase="forward" if mine.again or not mine.finite_loss else "backward",
+        rank=rank,
+        ranks=tuple(r for r, _ in bad),
+        micro_batch=micro_batch,
+        sentence=f"The step is not finite again as it ran, compiled{where and f', {where}'}; in its eager form it is finite"
+        " everywhere: what was compiled computes something else.",
+    )
+
+
+def worst_micro_batches(window: StepWindow | None, live: Sequence[Tensor | float], limit: int | None) -> list[int]:
     """Which micro-batches to run where not all can be: those with the highest (or a non-finite) live loss, in order."""
     count = len(window.micro_batches) if window is not None else 0
     if limit is None or count <= limit:
@@ -196,10 +258,14 @@ def _look(
         finite=result.finite,
         live_loss_bad=live_bad,
         boundary=first_bad_boundary(window),
-        live_grad_module=_last_bad_gradient(module) if trainer.world_size == 1 else "",
+        live_grad_module=_last_bad_gradient(_live_grads(module)) if trainer.world_size == 1 else "",
         optimizer_state=_bad_optimizer_state(optimizer, module),
         seconds=result.seconds,
         forwards=len(result.micro_batches),
+        eager=result.eager,
+        finite_loss=all(map(math.isfinite, result.losses)),
+        again=next(((i, path) for i, path, total in result.sums if not math.isfinite(total)), None),
+        grad_module=_last_bad_gradient((result.grads or {}).items()),
         gradients=" ".join(f"{n}:{g.numel()}" for n, g in _reducible(result.grads or {})),
     )
 
@@ -216,11 +282,15 @@ def first_bad_boundary(window: StepWindow) -> tuple[int, str] | None:
     return None
 
 
-def _last_bad_gradient(module: LightningModule) -> str:
-    """Module of the last parameter with a non-finite live gradient: a backward that breaks spoils what lies before it."""
+def _live_grads(module: LightningModule) -> Iterator[tuple[str, Tensor]]:
+    return ((name, p.grad) for name, p in module.named_parameters() if p.grad is not None)
+
+
+def _last_bad_gradient(named: Iterable[tuple[str, Tensor]]) -> str:
+    """Module of the last parameter with a non-finite gradient: a backward that breaks spoils what lies before it."""
     last = ""
-    for name, p in module.named_parameters():
-        if p.grad is not None and any(is_bad(g) for g in tensors(p.grad)):
+    for name, grad in named:
+        if any(is_bad(g) for g in tensors(grad)):
             last = name.rpartition(".")[0]
     return last
 

@@ -1,7 +1,8 @@
 """Computes a step again from its captured window, without a trace, and measures what comes out.
 
-By default the replay is the step itself: same weights, same micro-batches, same random states, same precision. It must then
-give the same bits. With other weights, another window or another dtype it is an experiment.
+By default the replay is the step itself: same weights, same micro-batches, same random states, same precision, and what the
+step ran compiled runs compiled. It must then give the same bits. With other weights, another window or another dtype it is an
+experiment. What looks inside the modules (the trace, hooks on their calls) runs in their eager form.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ..context import context_of
 from ..state import lightning_private as _private
 from ..state.tree import local
 from .sandbox import StepReachedError, sandbox
-from .tokens import NOT_HEARD, CrossEntropies, TokenLosses, hook_of, told_by
+from .tokens import NOT_HEARD, NOT_HEARD_COMPILED, CrossEntropies, TokenLosses, hook_of, told_by
 from .window import StepWindow, tensors
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class ReplayResult:
         gradient_rms: Root mean square of this rank's gradient of the watched modules' parameters by path, unscaled.
         sums: ``(micro-batch, path, sum)`` of the watched modules' outputs in forward order, as the live flags hold them.
         micro_batches: Indices of the micro-batches that were run.
+        eager: Whether something that the step ran compiled ran in its eager form here.
+        first_bad: Index of the first micro-batch whose loss, or the gradient after it, was not finite, if it was asked for.
         inexact: Why the replay may differ from the step although nothing is wrong; empty if it may not.
         seconds: Wall time.
     """
@@ -74,6 +77,8 @@ class ReplayResult:
     gradient_rms: dict[str, float] = field(default_factory=dict)
     sums: list[tuple[int, str, float]] = field(default_factory=list)
     micro_batches: tuple[int, ...] = ()
+    eager: bool = False
+    first_bad: int | None = None
     inexact: str = ""
     seconds: float = 0.0
 
@@ -143,10 +148,16 @@ def replay(
     calls: Sequence[str] = (),
     instrument: Callable[[LightningModule], AbstractContextManager[Any]] | None = None,
     tokens: bool = False,
+    eager: bool = False,
+    by_micro_batch: bool = False,
 ) -> ReplayResult:
     """Compute a step again in a sandbox.
 
     On several ranks all must call it alike: a sharded module's forward takes part in collectives.
+
+    What the run has compiled runs compiled, where nothing of the following asks for a look inside: ``armed``, ``dtype``,
+    ``calls``, ``inside``, ``instrument``. Nothing is compiled anew; what would have to be runs eagerly, and the result says
+    so. Where the run uses CUDA graphs every replay is eager: a graph that runs again overwrites what it gave the step.
 
     Args:
         trainer: The Trainer, between a window's last backward and the end of its last batch.
@@ -168,6 +179,8 @@ def replay(
         instrument: Called with the module inside the sandbox; what it returns is entered around the computation. Hooks that
             it registers are gone afterwards.
         tokens: Listen to the losses of single tokens; unless armed, also ask the module's ``token_losses``, if it has one.
+        eager: Run the eager form of what is compiled in any case.
+        by_micro_batch: Find the first micro-batch that is not finite.
 
     Raises:
         ReplayUnavailableError: Nothing was captured, or ``training_step`` takes an iterator.
@@ -189,6 +202,10 @@ def replay(
     run = _Run(trainer, module, optimizer, window, dtype, armed, anomaly, backward, weights, watch, parameters, buffers)
     run.inside, run.caught_paths = inside, frozenset(calls)
     run.instrument, run.listens = instrument, tokens
+    run.looks_by_micro_batch = by_micro_batch
+    within = armed or dtype is not None or bool(calls) or inside is not None or instrument is not None
+    if eager or within or _private.uses_cuda_graphs(trainer.strategy.root_device):
+        run.eager = True
     result = run.execute(indices, keep_grads)
     result.micro_batches = indices
     if window is current and weights is None and dtype is None and parameters is None and buffers is None:
@@ -238,6 +255,14 @@ class _Run:
         self.inside: Callable[[Mapping[str, Call]], None] | None = None
         self.caught_paths: frozenset[str] = frozenset()
         self.index = 0
+        self.own = any(map(_private.is_compiled, module.modules()))  # modules that are compiled on their own
+        self.whole = any(map(_private.holds_compiled, module.modules()))
+        self.eager = False  # everything in its eager form
+        self.fell_back = False  # something compiled ran in its eager form although it should not
+        self.heard: CrossEntropies | None = None  # in a training_step
+        self.ran_eagerly: list[str] = []  # functions for which there was no compiled code
+        self.looks_by_micro_batch = False
+        self.bad: list[Tensor] = []
 
     def _weights(self, snapshot: Snapshot | None, others: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         if snapshot is not None and snapshot.params is None:
@@ -270,7 +295,7 @@ class _Run:
         scopes: list[str] | None = [] if self.armed else None
         trace = OriginTrace(self.module, scopes) if scopes is not None else None
         with ExitStack() as stack:
-            stack.enter_context(
+            self.ran_eagerly = stack.enter_context(
                 sandbox(
                     self.trainer,
                     self.module,
@@ -279,6 +304,7 @@ class _Run:
                     backward=self.backward,
                     weights=self.substitute,
                     scopes=scopes,
+                    eager=self.eager,
                 )
             )
             epoch = self.trainer.current_epoch if self.window.epoch is None else self.window.epoch
@@ -307,6 +333,7 @@ class _Run:
             rms = {path: float(x) for path, x in self.rms.items()}
             gradient_rms = _rms_by_module(grads, rms)
             sums = [(i, path, float(x)) for i, path, x in self.sums]
+            first_bad = next((i for i, bad in zip(indices, self.bad, strict=False) if bool(bad)), None)
             kept = dict(grads)
             if self.inside is not None:
                 self.inside(self.caught)
@@ -330,6 +357,8 @@ class _Run:
             activation_rms=rms,
             gradient_rms=gradient_rms,
             sums=sums,
+            eager=bool(self.own or self.whole) and (self.eager or self.fell_back),
+            first_bad=first_bad,
             inexact="; ".join(reasons),
         )
 
@@ -346,12 +375,17 @@ class _Run:
         arguments = _private.training_step_arguments(self.trainer, batch, micro.batch_idx)
         before = len(self.micro_batch_losses)
         precision = self._precision()
-        heard = CrossEntropies() if self.listens else None
+        # What is compiled as a whole would have to be compiled anew to be listened to.
+        heard = self.heard = CrossEntropies() if self.listens and (self.eager or not self.whole) else None
+        known = len(self.ran_eagerly)
         try:
             with precision, heard or nullcontext():
                 output = self.module.training_step(*arguments)
         except StepReachedError:
             output, go_on = None, False
+        finally:
+            self.heard = None
+            self.fell_back = self.fell_back or len(self.ran_eagerly) > known
         loss = output.get("loss") if isinstance(output, dict) else output
         if self.module.automatic_optimization:
             if isinstance(loss, Tensor):
@@ -364,14 +398,25 @@ class _Run:
         self.raw_losses.append(torch.tensor(math.nan) if raw is None else raw)
         samples = getattr(self.module, "sample_loss_nats", None)
         self.sample_losses.append(samples.detach().float().cpu() if isinstance(samples, Tensor) else None)
-        if heard is not None:
+        if self.listens:
             self.tokens.append(self._token_losses(heard, batch, micro.batch_idx))
+        if self.looks_by_micro_batch:
+            self.bad.append(self._is_bad_now())
         return go_on
 
-    def _token_losses(self, heard: CrossEntropies, batch: Any, batch_idx: int) -> TokenLosses | None:
+    def _is_bad_now(self) -> Tensor:
+        """Whether the last micro-batch's loss, or the gradient as it stands, is not finite."""
+        sums = [local(p.grad).sum() for p in self.module.parameters() if p.grad is not None and not p.grad.is_sparse]
+        last = self.raw_losses[-1]
+        return ~torch.stack([s.float().to(last.device) for s in (last.reshape(()), *sums)]).isfinite().all()
+
+    def _token_losses(self, heard: CrossEntropies | None, batch: Any, batch_idx: int) -> TokenLosses | None:
         """What was heard of single tokens, or what the module itself says of them."""
         hook = hook_of(self.module)
-        if hook is None or self.armed:
+        if hook is None and heard is None:
+            self.no_tokens = NOT_HEARD_COMPILED
+            return None
+        if heard is not None and (hook is None or self.armed):
             found = heard.result(batch)
             if found is None:
                 self.no_tokens = (
@@ -383,7 +428,7 @@ class _Run:
         ]  # the sandbox's own, which the next micro-batch goes on from
         try:
             with torch.no_grad(), self._precision():
-                return told_by(hook(batch, batch_idx))
+                return None if hook is None else told_by(hook(batch, batch_idx))
         except Exception as error:  # the user's hook
             if any(hasattr(p, "_local_tensor") for p in self.module.parameters()):
                 raise  # its forward is an exchange: the ranks must not part
@@ -398,11 +443,32 @@ class _Run:
         return self.trainer.precision_plugin.train_step_context() if self.dtype is None else _default_dtype(self.dtype)
 
     def _watch_modules(self) -> None:
+        """Hooks on the sandbox's copy of the modules' hooks; around what runs compiled, not in it."""
         for path, m in self.module.named_modules():
-            if path in self.watch:
-                m.register_forward_hook(self._measure(path))  # on the sandbox's copy of the hooks
+            if not self.eager and _private.is_compiled(m):
+                self._around(m, self._measure(path) if path in self.watch else None)
+            elif path in self.watch and (self.eager or not self._is_within_compiled(path)):
+                m.register_forward_hook(self._measure(path))
             if path in self.caught_paths:
                 m.register_forward_pre_hook(self._catch(path), with_kwargs=True)
+
+    def _is_within_compiled(self, path: str) -> bool:
+        """Whether compiled code may call this module: a hook on it would not be called, or make that code unfit."""
+        parents = [path[:i] for i, c in enumerate(path) if c == "."]
+        return self.whole or any(_private.is_compiled(self.module.get_submodule(p)) for p in parents)
+
+    def _around(self, module: nn.Module, measure: Any) -> None:
+        """Around the call of a module that was compiled on its own: nobody listens inside, and its output is measured."""
+        inner: Any = module.__dict__["_compiled_call_impl"]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with nullcontext() if self.heard is None else self.heard.aside():
+                output = inner(*args, **kwargs)
+            if measure is not None:
+                measure(module, args, output)
+            return output
+
+        module.__dict__["_compiled_call_impl"] = call
 
     def _measure(self, path: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ..context import context_of
 from ..state import lightning_private as _private
 
 REPLAYING = "replaying"  # in context.scratch while a replay runs: hooks of the suite look away
+EAGER = "eager"  # in context.scratch while a step that would run compiled runs eagerly by torch.compiler.set_stance
 
 _SHALLOW = ("_modules", "_parameters")  # the entries are shared, the dict itself is the sandbox's own
 
@@ -54,6 +55,7 @@ def _swap_module(
     prefix: str,
     buffers: Mapping[str, Tensor],
     copies: dict[int, Tensor],
+    eager: bool,
 ) -> None:
     """Replace what a forward may change in one submodule. ``copies`` keeps tensors shared between modules shared."""
     state = module.__dict__
@@ -66,8 +68,8 @@ def _swap_module(
         name: None if b is None else copies.setdefault(id(b), buffers.get(prefix + name, b).detach().clone())
         for name, b in state["_buffers"].items()
     }
-    if state.get("_compiled_call_impl") is not None:
-        state["_compiled_call_impl"] = None  # module.compile(): replays are eager
+    if eager and state.get("_compiled_call_impl") is not None:
+        state["_compiled_call_impl"] = None  # module.compile()
 
 
 def _substitute(module: nn.Module, prefix: str, weights: Mapping[str, Tensor], copies: dict[int, nn.Parameter]) -> None:
@@ -136,8 +138,12 @@ def sandbox(
     backward: Callable[..., None],
     weights: Mapping[str, Tensor] | None = None,
     scopes: list[str] | None = None,
-) -> Iterator[None]:
+    eager: bool = True,
+) -> Iterator[list[str]]:
     """Inside, ``module.training_step`` can be called without any effect outside.
+
+    Yields:
+        Names of functions that ran eagerly because there was no compiled code for them, as they come.
 
     Args:
         trainer: The Trainer, in its fit loop.
@@ -148,6 +154,8 @@ def sandbox(
         weights: Parameters by path to use in place of the current ones.
         scopes: Filled with the paths of the modules whose call is running, innermost last. A module's hooks count as part
             of its call.
+        eager: Run what is compiled in its eager form. Without it, compiled code runs where there is some for these inputs,
+            and nothing is compiled anew.
     """
     context = context_of(trainer)
     paths = {m: path for path, m in module.named_modules()}
@@ -167,7 +175,7 @@ def sandbox(
             p.grad = None
         for m, path in paths.items():
             prefix = path + "." if path else ""
-            _swap_module(m, prefix, buffers, buffer_copies)
+            _swap_module(m, prefix, buffers, buffer_copies, eager)
             if weights is not None:
                 _substitute(m, prefix, weights, parameter_copies)
             if scopes is not None:
@@ -175,8 +183,13 @@ def sandbox(
         module.__dict__.update(log=_nothing, log_dict=_nothing, manual_backward=backward)
         _private.set_loggers(trainer, [DummyLogger() for _ in loggers])
         _private.set_current_hook(module, "training_step")
-        with _quiet_optimizers(trainer, optimizer), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
-            yield
+        compiled: Any = nullcontext([])
+        if eager:
+            compiled = torch.compiler.set_stance("force_eager")
+        elif not context.scratch.get(EAGER):
+            compiled = _private.compiling_nothing()
+        with _quiet_optimizers(trainer, optimizer), torch.enable_grad(), compiled as told:
+            yield [] if told is None else told
     finally:
         _private.divide_again(divided)
         for m, state in saved:

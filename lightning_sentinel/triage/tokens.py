@@ -11,6 +11,7 @@ close to that (a trained model is calibrated); where labels contradict the input
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..state import lightning_private as _private
 from .window import tensors
 
 HOOK = "token_losses"
@@ -28,6 +30,7 @@ NOT_HEARD = (
     "not available: neither cross_entropy or nll_loss of torch nor an index into a log_softmax was called (a fused loss?);"
     " give the module a method token_losses(batch, batch_idx), see docs/probes.md"
 )
+NOT_HEARD_COMPILED = "not available: the loss is computed inside of what is compiled"
 ELEMENTS = 2**24  # of logits at a time: 64 MiB in float32, whatever the vocabulary
 
 
@@ -84,6 +87,10 @@ class CrossEntropies(TorchFunctionMode):
         super().__init__()
         self._heard: list[_Call] = []
         self._logs: MutableMapping[Tensor, None] = WeakIdKeyDictionary()  # what came out of a log_softmax
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Does not listen inside: for what was compiled where nobody listened."""
+        return _private.without_mode(self)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

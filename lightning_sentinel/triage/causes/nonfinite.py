@@ -12,7 +12,7 @@ from ...state import lightning_private as _private
 from ...state.tree import local
 from ..alone import Widened, widened
 from ..ladder import Ladder, known_ids
-from ..nonfinite import OPTIMIZER_STATE, REDUCTION, TraceReport, trace_nonfinite
+from ..nonfinite import COMPILED, OPTIMIZER_STATE, REDUCTION, TraceReport, trace_nonfinite
 from ..origin import is_bad
 from ..replay import Call, ReplayUnavailableError
 from ..window import StepWindow
@@ -36,7 +36,7 @@ class NonFiniteCause(Ladder):
         self.forwards += trace.forwards
         result = "reproduced" if trace.reproduced else "finite on replay"
         detail = {k: v for k, v in trace.to_dict().items() if k not in ("forwards", "traceback")}
-        self.note("armed replay", result, **detail)
+        self.note("replay as it ran, compiled" if trace.compiled == "finite" else "armed replay", result, **detail)
         return self._verdict_of_trace(trace, window)
 
     def _traced(self, forwards: int) -> TraceReport:
@@ -93,6 +93,17 @@ class NonFiniteCause(Ladder):
                     since=since if clean is None else clean,
                     reproducible=True,
                     ranks=list(trace.ranks),
+                )
+            case _ if trace.kind == COMPILED:
+                return self.verdict(
+                    VerdictKind.NUMERICS,
+                    [f"module:{trace.module}"] if trace.module else [],
+                    trace.sentence + self._where_alone(trace),
+                    since=since,
+                    reproducible=True,
+                    samples=samples,
+                    ranks=list(trace.ranks),
+                    **where,
                 )
             case _ if trace.kind == OPTIMIZER_STATE:
                 key = trace.name.partition(" ")[0]

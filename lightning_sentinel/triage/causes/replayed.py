@@ -7,6 +7,7 @@ import math
 from ...incidents import Verdict, VerdictKind
 from ..ladder import HIGH
 from ..replay import ReplayResult
+from ..tokens import NOT_HEARD_COMPILED
 from .computation import Computation
 
 REPEATS = 2  # further replays that tell a one-off from a rank that wavers
@@ -22,6 +23,7 @@ class Replayed(Computation):
         self.main = result = self._replay("replay", keep_grads=True, tokens=True)
         if result is None:
             return None
+        self._listen(result)
         everyone = self.peers.gather((result.bitwise_equal, result.grads_equal, result.loss, self._live_loss(result)))
         losses = [loss for _, _, loss, _ in everyone]
         equal = [e for e, _, _, _ in everyone]
@@ -79,6 +81,18 @@ class Replayed(Computation):
             reproducible=False,
             one_off=once,
         )
+
+    def _listen(self, result: ReplayResult) -> None:
+        """Hear the tokens' losses in the eager form of a step whose loss is computed in compiled code."""
+        name = "replay in eager form"
+        deaf = result.no_tokens == NOT_HEARD_COMPILED
+        if not self.peers.any(deaf) or not self.affords(1, name):
+            return
+        heard = self._replay(name, tokens=True, backward=False, eager=True)
+        if heard is not None:
+            result.tokens, result.no_tokens = heard.tokens, heard.no_tokens
+            result.activation_rms = heard.activation_rms
+            self.note(name, "for the losses of single tokens", loss=heard.loss)
 
     def _again(self) -> list[list[float]]:
         """Losses by rank of further replays of the step, forward only."""
