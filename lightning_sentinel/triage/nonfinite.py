@@ -104,11 +104,11 @@ class _Local:
     optimizer_state: str
     seconds: float
     forwards: int
-    eager: bool  # something that the step ran compiled ran in its eager form
-    finite_loss: bool
-    again: tuple[int, str] | None  # as boundary, in the replay
-    grad_module: str  # as live_grad_module, in the replay
     gradients: str  # names and sizes of the replayed gradients that can be reduced again, as one string
+    eager: bool = False  # something that the step ran compiled ran in its eager form
+    finite_loss: bool = True
+    again: tuple[int, str] | None = None  # as boundary, in the replay
+    grad_module: str = ""  # as live_grad_module, in the replay
 
 
 def trace_nonfinite(
