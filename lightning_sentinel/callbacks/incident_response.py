@@ -457,6 +457,9 @@ class IncidentResponse(SentinelCallback):
             near = min(f.since_step for f in findings) <= watch.last_step + 1
             same = bool(kinds & incident.kinds - REPORT_ONLY) and not (kinds & _SINGLE_STEP)
             same = same or bool(named & set(incident.verdict.culprits))
+            # The run went back and comes to the same trouble at the same step, whatever the way there has brought.
+            returned = incident.opened_step == record.step and record.attempt > incident.attempt
+            same = same or (returned and bool(kinds & incident.kinds - REPORT_ONLY))
             if near or same or (watch.case == "numerics/scale" and FindingKind.SCALER_OVERFLOW in kinds):
                 incident.findings.extend(findings[: max(0, 64 - len(incident.findings))])
                 return incident

@@ -22,6 +22,7 @@ from sentinel_kit import Loader, Net, Sink, make_trainer, same_bits, weights
 from lightning_sentinel import (
     ForensicCheckpoint,
     IncidentResponse,
+    LossScaleMonitor,
     NonFiniteTracer,
     RankTelemetry,
     Rollback,
@@ -30,6 +31,7 @@ from lightning_sentinel import (
 from lightning_sentinel.actuator import Actuator
 from lightning_sentinel.callbacks.incident_response import EXIT_CODE_STOPPED, TrainingStopped
 from lightning_sentinel.context import context_of
+from lightning_sentinel.faults.computation import with_backward
 from lightning_sentinel.incidents import Finding, FindingKind
 from lightning_sentinel.journal import read_journal
 from lightning_sentinel.record import StepRecord
@@ -372,6 +374,30 @@ def test_lower_loss_scale_under_a_real_scaler() -> None:
     callbacks = suite(mode="recover", ladders=ladders)
     fit(net(gains={10: NAN}), callbacks, max_steps=12, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
     assert scaler.get_scale() == 512.0 / 16
+
+
+def test_trouble_that_comes_again_at_its_step_is_the_same_incident_whatever_came_on_the_way() -> None:
+    """An ordinary overflow of the gradient at step 25, only on the way back to the step 27 that is not finite."""
+
+    class OnTheWay(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = super().forward(x)
+            way = self.trainer.global_step == 25 and context_of(self.trainer).attempt == 1
+            return with_backward(out, lambda grad: grad * 1e38) if way else out
+
+    torch.manual_seed(1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+    callbacks = [LossScaleMonitor(), *suite(mode="recover", exit_on_stop=False)]
+    trainer, sink = fit(
+        OnTheWay(gains={27: NAN}), callbacks, max_steps=40, plugins=[MixedPrecision("16-mixed", "cpu", scaler)]
+    )
+    [incident] = incidents(trainer)
+    assert incident.opened_step == 27
+    assert [(a["action"], a["step"]) for a in incident.actions] == [
+        ("rollback_skip", 27),
+        ("skip_step", 25),
+        ("skip_step", 27),
+    ]
 
 
 @pytest.mark.parametrize("fused", [False, True])
