@@ -388,7 +388,7 @@ def test_trouble_that_comes_again_at_its_step_is_the_same_incident_whatever_came
     torch.manual_seed(1)
     scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
     callbacks = [LossScaleMonitor(), *suite(mode="recover", exit_on_stop=False)]
-    trainer, sink = fit(
+    trainer, _ = fit(
         OnTheWay(gains={27: NAN}), callbacks, max_steps=40, plugins=[MixedPrecision("16-mixed", "cpu", scaler)]
     )
     [incident] = incidents(trainer)
