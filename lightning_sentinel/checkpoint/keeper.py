@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -79,6 +80,7 @@ class Keeper:
         self._revision: dict[str, Any] | None = None
         self._poison_again: int | None = None
         self._told: set[tuple[str, str]] = set()
+        self._rotated: set[Path] = set()  # of the background thread
 
     # ------------------------------------------------------------------------------------------------------- saving
 
@@ -111,12 +113,17 @@ class Keeper:
         lost = partial(self.failed, trainer, "saving", moment=_now(trainer))
         if trainer.is_global_zero:
             patience = Patience(hurry=self._writer.hurry)
-            work = partial(
-                write_and_publish, self.store, pending, part, status, self._rotation(), self._described, patience
-            )
+            work = partial(self._write, pending, part, status, self._rotation(), patience)
             self._writer.submit(work, partial(self._saved, trainer), lost)
         else:
             self._writer.submit(partial(write_part, self.store, pending, part), lambda _: None, lost)
+
+    def _write(
+        self, pending: PendingCheckpoint, part: Contents, status: StatusAtSave, rotation: Rotation, patience: Patience
+    ) -> Done:
+        done = write_and_publish(self.store, pending, part, status, rotation, self._described, patience)
+        self._rotated.update(c.path for c in done.removed)
+        return done
 
     def _begin(self, trainer: Trainer) -> tuple[PendingCheckpoint | None, str]:
         """A directory that rank 0 has made and all ranks know, or why there is none."""
@@ -272,12 +279,18 @@ class Keeper:
         moment = _now(trainer)
         for checkpoint in good:
             self._writer.submit(
-                partial(self.store.promote, checkpoint.path),
+                partial(self._promote, checkpoint.path),
                 partial(self._promoted, trainer, moment),
                 partial(self.failed, trainer, "promoting", moment=moment, checkpoint_step=checkpoint.step),
             )
 
-    def _promoted(self, trainer: Trainer, moment: Moment, checkpoint: Checkpoint) -> None:
+    def _promote(self, path: Path) -> Checkpoint | None:
+        """Known-good from here on; None where a save that was still being written has rotated it away."""
+        return None if path in self._rotated else self.store.promote(path)
+
+    def _promoted(self, trainer: Trainer, moment: Moment, checkpoint: Checkpoint | None) -> None:
+        if checkpoint is None:
+            return
         steps = self.probation.length
         self._journal(trainer, "checkpoint.known_good", checkpoint, moment, probation_steps=steps)
 

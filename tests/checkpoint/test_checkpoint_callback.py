@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import lightning as L
 import pytest
 import torch
-from checkpoint_disk import FullDisk, ReadOnlyDisk
+from checkpoint_disk import FullDisk, QuickDisk, ReadOnlyDisk
 from checkpoint_world import Net, events, fit, loader, same_weights, suite
 
 from lightning_sentinel import ForensicCheckpoint
@@ -145,6 +146,38 @@ def test_an_answered_incident_leaves_candidates(tmp_path: Path) -> None:
 
     fit([At(5, strike), *suite(tmp_path, every_n_steps=4, probation_steps=2, keep=9)], max_steps=14)
     assert statuses(tmp_path) == {4: "candidate", 8: "candidate", 12: "candidate"}
+
+
+def test_what_was_rotated_away_while_its_promotion_waited_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Candidates 4, 8 and 12 pass while 16 is still being written, which then rotates 8 away: keep is 2."""
+
+    class SlowDisk(QuickDisk):
+        moves = threading.Event()
+
+        def write(self, file: BinaryIO, data: bytes | bytearray | memoryview) -> None:
+            assert self.moves.wait(60)
+            super().write(file, data)
+
+    disk = SlowDisk()
+    disk.moves.set()
+    monkeypatch.setattr("lightning_sentinel.checkpoint.store.Disk", lambda: disk)
+
+    def strike(trainer: L.Trainer) -> None:
+        open_incident(trainer, actions=[{"action": "skip_step", "step": 2, "attempt": 0, "reason": ""}])
+
+    def recover(trainer: L.Trainer) -> None:
+        callbacks[-1]._fit.keeper.settle(wait=True)  # type: ignore[attr-defined]  # 12 is on the disk
+        disk.moves.clear()
+        context_of(trainer).incidents[0].status = IncidentStatus.RECOVERED
+
+    callbacks = suite(tmp_path, every_n_steps=4, probation_steps=2, keep=2)
+    moments = [At(2, strike), At(15, recover), At(18, lambda _: disk.moves.set())]
+    fit([*moments, *callbacks], max_steps=19)
+    assert [e["checkpoint_step"] for e in events(tmp_path, "checkpoint.removed")] == [8]
+    assert events(tmp_path, "checkpoint.failed") == []
+    assert statuses(tmp_path) == {4: "known_good", 12: "known_good", 16: "known_good"}
 
 
 # --------------------------------------------------------------------------------------------------------- failures
