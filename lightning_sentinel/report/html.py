@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
 from typing import Any
@@ -23,7 +24,8 @@ MISSING_JINJA = (
     " `lightning-sentinel report RUN`."
 )
 # What a page holds at most, so that it stays a page: the journal has the rest.
-MAX_CARDS, MAX_ROWS, MAX_IDS, MAX_CONFIG = 200, 300, 60, 60_000
+MAX_CARDS, MAX_ROWS, MAX_IDS, MAX_CONFIG, MAX_FINDINGS = 200, 300, 60, 60_000, 20
+URGENT = ("open", "escalated")  # states of an incident that needs somebody
 
 # Groups of the chart that the legend switches: class, words, glyph kind or swatch.
 _LEGEND = (
@@ -56,6 +58,8 @@ def render_html(run: RunData, summary: Mapping[str, Any]) -> str:
         "compact": _compact,
         "outline": _outline,
     }
+    made = cards(run, summary)
+    linked = {card["number"] for card in made}
     drawn = {}
     chart = None
     if len(run.steps):
@@ -64,7 +68,6 @@ def render_html(run: RunData, summary: Mapping[str, Any]) -> str:
         # On a phone the points of a wide screen would lie on each other.
         drawn = {WIDE: chart, NARROW: build_chart(run, summary, points=500)}
     heat = heat_map(run.steps, named_ranks(summary), sheets=(WIDE, NARROW))
-    made = cards(run, summary)
     started = run.of("run.started")
     config = json.dumps(started[-1].get("config"), indent=1) if started and started[-1].get("config") else ""
     template = environment.from_string(files(__package__).joinpath("report.html.j2").read_text(encoding="utf-8"))
@@ -73,11 +76,12 @@ def render_html(run: RunData, summary: Mapping[str, Any]) -> str:
         subtitle=subtitle(summary),
         loss_words=probability_words(number(summary["loss_nats"])),
         run_dir="" if run.run_dir is None else str(run.run_dir),
-        charts=[Markup(chart_svg(c, words, sheet)) for sheet, c in drawn.items()],
+        charts=[Markup(chart_svg(c, words, sheet, linked)) for sheet, c in drawn.items()],
         legend=[] if chart is None else legend(chart),
         heat=heat,
         heat_pictures=[] if heat is None else [Markup(svg) for svg in heat.svg],
-        cards=made[:MAX_CARDS],
+        cards=made,
+        linked=linked,
         glance=glance(made),
         state_class=state_class(summary),
         scaler=run.of("scaler.")[-MAX_ROWS:],
@@ -86,6 +90,7 @@ def render_html(run: RunData, summary: Mapping[str, Any]) -> str:
         ended=(run.of("run.ended") or [{}])[-1],
         config=config[:MAX_CONFIG] + (" ... (cut; the journal has it whole)" if len(config) > MAX_CONFIG else ""),
         max_rows=MAX_ROWS,
+        max_findings=MAX_FINDINGS,
         version=__version__,
         made_at=_clock(datetime.now(UTC).timestamp()),
         glyph=lambda kind: Markup(glyph_svg(kind)),
@@ -95,15 +100,18 @@ def render_html(run: RunData, summary: Mapping[str, Any]) -> str:
 
 def glance(made: list[dict[str, Any]], most: int = 12) -> list[dict[str, Any]]:
     """The cards that the table at the top shows: those that need somebody first, then the newest."""
-    urgent = [c for c in made if c["status"] in ("open", "escalated")]
-    others = [c for c in made if c["status"] not in ("open", "escalated")]
-    room = max(0, most - len(urgent))
-    return sorted(urgent[-most:], key=lambda c: -int(c["number"])) + others[len(others) - room :][::-1]
+    return _foremost(made, most)
+
+
+def _foremost(rows: Sequence[Mapping[str, Any]], most: int) -> list[dict[str, Any]]:
+    """Of incidents by number at most so many: those that need somebody, the newest first, then the newest others."""
+    newest_first = sorted(rows, key=lambda row: (row["status"] not in URGENT, -int(row["number"])))
+    return [dict(row) for row in newest_first[:most]]
 
 
 def state_class(summary: Mapping[str, Any]) -> str:
     """Colour of the run's state: red needs somebody, blue goes on, green is over."""
-    urgent = any(i["status"] in ("open", "escalated") for i in summary["incidents"])
+    urgent = any(i["status"] in URGENT for i in summary["incidents"])
     if urgent or summary["status"] in ("failed", "lost", "stopped"):
         return "red"
     return {"running": "blue", "finished": "green"}.get(summary["status"], "grey")
@@ -146,24 +154,25 @@ def legend(chart: Chart) -> list[dict[str, str]]:
 
 
 def cards(run: RunData, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One card for each incident: the summary's row, and what led to it and followed."""
+    """One card for each incident, by number: the summary's row, and what led to it and followed.
+
+    Of more than :data:`MAX_CARDS` incidents those that need somebody have a card, then the newest.
+    """
     incidents = newest_incidents(run)
     made = []
-    for row in summary["incidents"]:
+    for row in sorted(_foremost(summary["incidents"], MAX_CARDS), key=lambda row: int(row["number"])):
         incident = incidents[row["number"]]
         verdict = incident.get("verdict") or {}
-        score, threshold = number(row["statistic"]), number(row["threshold"])
         happened = timeline(run, row["number"])
         out = [q["name"] for q in summary["quarantined"] if q["incident"] == row["number"]]
         made.append(
             {
                 **row,
-                "findings": incident.get("findings") or [],
+                "findings": finding_rows(incident),
                 "experiments": _experiments(run, row["number"], verdict),
                 "evidence": verdict.get("evidence") or {},
                 "timeline": happened,
                 "opened_at": next((line["time"] for line in happened if line["event"] == "incident.opened"), None),
-                "times_threshold": round(score / threshold, 1) if threshold > 0 and score == score else None,
                 "layer": layer_words(verdict),
                 "done": in_turn(row["actions"]),
                 "skipped": row["samples_skipped"][:MAX_IDS],
@@ -176,11 +185,32 @@ def cards(run: RunData, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     return made
 
 
+def finding_rows(incident: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Everything that was seen of an incident: each finding as it was journalled, and how many times its threshold it was."""
+    rows = []
+    for finding in incident.get("findings") or ():
+        score, threshold = number(finding.get("score")), number(finding.get("threshold"))
+        times = round(score / threshold, 1) if threshold > 0 and math.isfinite(score) else None
+        rows.append({**finding, "times_threshold": times})
+    return rows
+
+
 def layer_words(verdict: Mapping[str, Any]) -> str | None:
-    """The first layer in which the failing rank is unlike the healthy ones; None where nothing was compared."""
-    found = ((verdict.get("evidence") or {}).get("comparisons") or {}).get("first_deviating_layer")
+    """The first layer in which the failing rank is unlike the healthy ones; where nothing was compared, why not.
+
+    None where nothing was compared and the verdict names no rank either: there is nobody to be unlike the others.
+    """
+    compared = (verdict.get("evidence") or {}).get("comparisons") or {}
+    found = compared.get("first_deviating_layer")
     if not isinstance(found, Mapping):
-        return None
+        if not any(str(name).startswith("rank:") for name in verdict.get("culprits") or ()):
+            return None
+        reason = compared.get("activation_norms")
+        if isinstance(reason, str):
+            return reason
+        return "not measured: " + (
+            "there are the layers of one rank, of no other" if reason else "the verdict compares no layers"
+        )
     if found.get("module") is None:
         return f"none: every layer of rank {found.get('rank')} is like those of the healthy ranks"
     failing, healthy = number(found.get("failing_rms")), number(found.get("healthy_rms"))

@@ -7,13 +7,13 @@ sentence as ``<title>``, which is both the tooltip and what a screen reader says
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from html import escape
 
 import numpy as np
 
-from .chart import LANES, Band, Chart, LaneRow, Line, lay_out, place, si
+from .chart import LANES, Band, Chart, LaneRow, Line, Mark, lay_out, place, si
 
 ROW = 20
 
@@ -124,8 +124,8 @@ class _Axis:
         return f"M{'L'.join(there + back)}Z" if there else ""
 
 
-def chart_svg(chart: Chart, description: str, sheet: Sheet = WIDE) -> str:
-    """The whole chart as one SVG element."""
+def chart_svg(chart: Chart, description: str, sheet: Sheet = WIDE, linked: Collection[int] | None = None) -> str:
+    """The whole chart as one SVG element; ``linked`` are the incidents that have a card to link to, None for all."""
     left, edge = sheet.left, sheet.edge
     laid = {lane: lay_out(chart, lane, sheet.inner) for lane in chart.lanes}
     body: list[str] = []
@@ -141,7 +141,7 @@ def chart_svg(chart: Chart, description: str, sheet: Sheet = WIDE) -> str:
         body.append(
             f'<g class="s-{lane}"><text class="lane" x="{left - 8}" y="{top + height / 2 + 4:.0f}">{LANES[lane]}</text>'
         )
-        body += [_mark_svg(item, loss, top + 3 + ROW * (item.row + 0.5)) for item in items]
+        body += [_mark_svg(item, loss, top + 3 + ROW * (item.row + 0.5), linked) for item in items]
         body.append("</g>")
         top += height
         body.append(f'<line class="rule" x1="{left}" x2="{edge}" y1="{top:.0f}" y2="{top:.0f}"/>')
@@ -155,7 +155,7 @@ def chart_svg(chart: Chart, description: str, sheet: Sheet = WIDE) -> str:
         body.append(f'<text class="inside" text-anchor="end" x="{edge}" y="{top - 5:.0f}">{escape(title)}</text>')
         spans.append((axis.top, axis.top + axis.height))
         top += axis.height + 16
-    body += _incident_lines(chart, loss, spans)
+    body += _incident_lines(chart, loss, spans, linked)
     body += [
         f'<text class="tick" text-anchor="middle" x="{loss.x(v):.1f}" y="{top:.0f}">{si(v)}</text>'
         for v in linear_ticks(*chart.x_range, sheet.ticks)
@@ -245,7 +245,9 @@ def _loss_lines(chart: Chart, axis: _Axis) -> list[str]:
     return parts
 
 
-def _incident_lines(chart: Chart, axis: _Axis, spans: Sequence[tuple[float, float]]) -> list[str]:
+def _incident_lines(
+    chart: Chart, axis: _Axis, spans: Sequence[tuple[float, float]], linked: Collection[int] | None
+) -> list[str]:
     incidents = [m for m in chart.marks if m.lane == "incident"]
     rows = place([(axis.x(m.x) - 11, axis.x(m.x) + 11) for m in incidents], rows=4, gap=2)
     parts = ['<g class="s-incident">']
@@ -256,23 +258,24 @@ def _incident_lines(chart: Chart, axis: _Axis, spans: Sequence[tuple[float, floa
             for top, bottom in spans
         ]
         if row is not None:
-            parts.append(_disc(x, axis.top + 28 + 22 * row, mark.label, css, mark.detail, link=True))
+            parts.append(_disc(x, axis.top + 28 + 22 * row, mark, css, linked))
     return [*parts, "</g>"]
 
 
-def _disc(x: float, y: float, label: str, css: str, detail: str, *, link: bool) -> str:
+def _disc(x: float, y: float, mark: Mark, css: str, linked: Collection[int] | None) -> str:
     # A square still needs somebody, a disc does not: told apart without colour.
     shape = '<rect class="fill red" x="-9" y="-9" width="18" height="18"/>' if css == "red" else ""
     shape = shape or f'<circle class="fill {css}" r="9"/>'
     disc = (
-        f'<g transform="translate({x:.1f},{y:.1f})"><title>{escape(detail)}</title>{shape}'
-        f'<text class="number" text-anchor="middle" y="4">{escape(label)}</text></g>'
+        f'<g transform="translate({x:.1f},{y:.1f})"><title>{escape(mark.detail)}</title>{shape}'
+        f'<text class="number" text-anchor="middle" y="4">{escape(mark.label)}</text></g>'
     )
     # Not in the order of the Tab key: within a picture a screen reader finds no links, and the table above has the same.
-    return f'<a href="#incident-{escape(label)}" tabindex="-1">{disc}</a>' if link else disc
+    link = linked is None or mark.number in linked
+    return f'<a href="#incident-{mark.number}" tabindex="-1">{disc}</a>' if link else disc
 
 
-def _mark_svg(item: LaneRow, axis: _Axis, y: float) -> str:
+def _mark_svg(item: LaneRow, axis: _Axis, y: float, linked: Collection[int] | None) -> str:
     mark = item.mark
     x = right = axis.x(mark.x)
     title = f"<title>{escape(mark.detail)}</title>"
@@ -286,7 +289,7 @@ def _mark_svg(item: LaneRow, axis: _Axis, y: float) -> str:
         css = STATUS_CLASSES.get(mark.kind, "grey")
         right = x if mark.end is None else max(x, axis.x(mark.end))
         bar = f'<rect class="fill span {css}" x="{x:.1f}" y="{y - 4:.1f}" width="{right - x:.1f}" height="8"/>'
-        return bar + _disc(x, y, mark.label, css, mark.detail, link=True)
+        return bar + _disc(x, y, mark, css, linked)
     else:
         glyph, css = _GLYPHS.get(mark.kind, ("diamond", "grey"))
         right = x if mark.end is None else max(x, axis.x(mark.end))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -248,8 +249,69 @@ def test_the_layer_in_which_a_rank_first_differs_is_named() -> None:
         "layers.2.mixer: activations of 14.2 (root mean square) on rank 1, 1 on the healthy ranks"
     )
     assert layer_words({"evidence": {"comparisons": {"first_deviating_layer": None}}}) is None
+    rank = {"culprits": ["rank:1"]}
+    unrun = {"first_deviating_layer": None, "activation_norms": "not measured: the verdict needed no replay"}
+    named = rank | {"evidence": {"comparisons": unrun}}
+    assert layer_words(named) == "not measured: the verdict needed no replay"
+    assert layer_words(rank) == "not measured: the verdict compares no layers"
+    alone = rank | {"evidence": {"comparisons": unrun | {"activation_norms": {"layers.0": 1.0}}}}
+    assert layer_words(alone) == "not measured: there are the layers of one rank, of no other"
     compared["module"] = None
     assert layer_words(verdict) == "none: every layer of rank 1 is like those of the healthy ranks"
+
+
+def test_a_card_tells_every_finding_and_why_no_layer_was_compared(tmp_path: Path) -> None:
+    """Of a bad rank the spike of the mean is seen first; the rank itself is the second finding."""
+    run = MadeRun(tmp_path, ranks=2)
+    run.begin()
+    run.run(40)
+    verdict = Verdict(
+        VerdictKind.INFRASTRUCTURE,
+        ("rank:1",),
+        "The weights of the ranks differ.",
+        evidence={"comparisons": {"activation_norms": "not measured: the verdict needed no replay"}},
+    )
+    incident = run.incident(1, FindingKind.SPIKE, score=146.72, threshold=8.0, message="21 nats above", verdict=verdict)
+    mean, ranks = incident.findings[0], FindingKind.RANK_OUTLIER
+    told = {"detector": "rank_outlier", "score": 338.53, "threshold": 7.5, "message": f"{EVIL} the mean hides it"}
+    incident.findings.append(replace(mean, kind=ranks, **told))
+    run.write("incident.updated", incident=incident.to_dict())
+    run.end()
+    data = load_run(tmp_path)
+    page = render_html(data, summarise(data))
+    assert re.findall(
+        r'<tr class="finding"><th>(.*?)</th><td>(.*?)<br><span class="soft">(.*?)</span></td></tr>', page
+    ) == [
+        ("seen", "21 nats above", "spike: statistic 146.7 robust sigma, threshold 8 (18.3 times it)"),
+        (
+            "seen, too",
+            "&lt;script&gt;alert(1)&lt;/script&gt; the mean hides it",
+            "rank outlier: statistic 338.5 robust sigma, threshold 7.5 (45.1 times it)",
+        ),
+    ]
+    assert "<tr><th>first layer that differs</th><td>not measured: the verdict needed no replay</td></tr>" in page
+
+
+def test_of_many_incidents_those_that_need_somebody_have_a_card_and_every_link_leads_to_one(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.begin()
+    run.run(30)
+    for n in range(1, 216):
+        incident = run.incident(n, FindingKind.SPIKE, verdict=data_verdict(f"prose/{n}"))
+        run.write("quarantine.added", names=[f"sample:prose/{n}"], reason="corrupt", incident=n)
+        run.run(1)
+        if n not in (3, 7):
+            run.close(incident, status=IncidentStatus.ESCALATED if n == 5 else IncidentStatus.RECOVERED)
+    run.end()
+    data = load_run(tmp_path)
+    text = render_html(data, summarise(data))
+    page = Page(text)
+    shown = [3, 5, 7, *range(19, 216)]
+    assert [i for i in page.ids if i.startswith("incident-")] == [f"incident-{n}" for n in shown]
+    assert {link.removeprefix("#") for link in page.links if link.startswith("#")} <= set(page.ids)
+    assert {f"#incident-{n}" for n in (3, 5, 7, 215)} <= set(page.links)
+    assert re.findall(r'<p class="cardless">([^:]*):', text) == ["15 of 215 incidents have no card here"]
+    assert '<td class="n">18</td><td>out</td><td>corrupt</td>' in text  # named, without a link
 
 
 def test_what_is_done_step_after_step_is_told_once(tmp_path: Path) -> None:
