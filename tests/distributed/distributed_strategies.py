@@ -2,7 +2,7 @@
 
 Each way is trained twice. In the first fit nothing happens, but one update is left out by hand. In the second the last rank
 makes a NaN twice for once (answered by going back to a restore point) and in one step each time that it is computed
-(answered by leaving that update out). Where parameters are sharded a fit is also interrupted and taken up again. Each rank
+(answered by leaving that update out). In most ways a fit is also interrupted and taken up again. Each rank
 writes down for each way how they differ and what was found. Four ranks take the way of two dimensions, ``mesh``.
 """
 
@@ -51,10 +51,12 @@ ONCE, AGAIN, ALWAYS, STEPS = 7, 12, 16, 20
 ACCUMULATE = {"no_sync": 3}
 LOUD = 21  # on the mesh the second replica's loss is 40 there, once
 WAYS = (
-    "plain", "find_unused", "static_graph", "no_sync", "bucket_view", "fp16_hook", "own_hook", "power_sgd",
+    "plain", "find_unused", "static_graph", "no_sync", "bucket_view", "fp16_hook", "bf16_hook", "own_hook", "power_sgd",
     "fsdp2", "fsdp2_full", "tensor", "mesh",
 )  # fmt: skip
-RESUMED = ("power_sgd", "fsdp2", "fsdp2_full", "tensor", "mesh")
+RESUMED = (
+    "find_unused", "static_graph", "no_sync", "fp16_hook", "bf16_hook", "power_sgd", "fsdp2", "fsdp2_full", "tensor", "mesh",
+)  # fmt: skip
 
 
 def ranks_of(way: str) -> int:
@@ -150,6 +152,14 @@ def own_hook(state, bucket):  # type: ignore[no-untyped-def]
     return default_hooks.allreduce_hook(torch.distributed.group.WORLD, bucket)
 
 
+def bf16_hook(state, bucket):  # type: ignore[no-untyped-def]
+    """What ``bf16_compress_hook`` does, which torch has for accelerators only."""
+    gradients = bucket.buffer()
+    small = gradients.to(torch.bfloat16).div_(torch.distributed.get_world_size())
+    done = torch.distributed.all_reduce(small, async_op=True).get_future()
+    return done.then(lambda reduced: gradients.copy_(reduced.value()[0]))
+
+
 class CommHook(L.Callback):
     """What a user does on a strategy whose hook Lightning registers on CUDA only."""
 
@@ -160,6 +170,8 @@ class CommHook(L.Callback):
         ddp: Any = trainer.strategy.model
         if self.way == "fp16_hook":
             ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif self.way == "bf16_hook":
+            ddp.register_comm_hook(None, bf16_hook)
         elif self.way == "own_hook":
             ddp.register_comm_hook(self, own_hook)
         elif self.way == "power_sgd":
@@ -236,8 +248,7 @@ def lies_where_it_says(parameter: Tensor) -> bool:
     return place[0] == list(whole.shape) and torch.equal(whole[at], mine)
 
 
-def run(way: str) -> dict[str, Any]:
-    reference, _ = fit(way, hurt=False)
+def run(way: str, reference: L.Trainer) -> dict[str, Any]:
     (witness,) = [c for c in reference.callbacks if isinstance(c, LeaveOut)]  # type: ignore[attr-defined]
     trainer, sink = fit(way, hurt=True)
     ours, theirs = bits(trainer), bits(reference)
@@ -297,9 +308,8 @@ class FarBack(L.Callback):
             )
 
 
-def resume(way: str, folder: Path) -> dict[str, Any]:
+def resume(way: str, folder: Path, reference: L.Trainer) -> dict[str, Any]:
     """Interrupted after step 11, taken up by a new Trainer from the checkpoint of step 10; it goes back there once more."""
-    reference, _ = fit(way, hurt=False)
     run_dir = folder / f"run-{way}"
 
     def part(*extra: L.Callback, ckpt_path: Path | None = None) -> L.Trainer:
@@ -313,6 +323,7 @@ def resume(way: str, folder: Path) -> dict[str, Any]:
             accelerator="cpu",
             devices=ranks_of(way),
             strategy=strategy_of(way),
+            accumulate_grad_batches=ACCUMULATE.get(way, 1),
             logger=False,
             enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in extra),
             enable_progress_bar=False,
@@ -381,9 +392,10 @@ def main() -> None:
     for way in WAYS:
         if way not in (sys.argv[2:] or WAYS) or ranks_of(way) != int(os.environ["RANKS"]):
             continue
-        result = run(way)
+        reference, _ = fit(way, hurt=False)
+        result = run(way, reference)
         if way in RESUMED:
-            result["resume"] = resume(way, Path(sys.argv[1]))
+            result["resume"] = resume(way, Path(sys.argv[1]), reference)
         (Path(sys.argv[1]) / f"{way}-{torch.distributed.get_rank()}.json").write_text(json.dumps(result, default=str))
 
 

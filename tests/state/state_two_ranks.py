@@ -1,4 +1,5 @@
-"""Two gloo processes: an uninterrupted run, then one that rolls back; each rank writes down whether they are equal.
+"""Two gloo processes: an uninterrupted run, one that rolls back, one that is interrupted and taken up by new Trainers; each
+rank writes down whether they are equal.
 
 Started by a test as ``python state_two_ranks.py <folder> ddp:1:0 fsdp2:1:2 skip`` (strategy, accumulation, workers; or the
 name of another scene); Lightning starts the second rank.
@@ -114,7 +115,37 @@ def compare(kind: str, accumulate: int, workers: int, folder: Path) -> None:
         same(after, state)
     except AssertionError as error:
         result["problem"] = str(error)
+    result["resumed"] = resume(kind, accumulate, workers, folder, reference, state)
     (folder / f"{kind}-{accumulate}-{workers}-rank-{trainer.global_rank}.json").write_text(json.dumps(result))
+
+
+def resume(
+    kind: str, accumulate: int, workers: int, folder: Path, reference: Recorder, state: dict[str, Any]
+) -> dict[str, Any]:
+    """Interrupted before step 11 (or 5, of two micro-batches), taken up with other random states from step 8 (or 4)."""
+    run_dir = folder / f"resumed-{kind}-{accumulate}-{workers}"
+
+    def part(*callbacks: L.Callback, seed: int) -> tuple[Recorder, dict[str, Any], L.Trainer]:
+        saver = ForensicCheckpoint(4 // accumulate, probation_steps=1, save_on_exception=False)
+        callbacks = (*callbacks, RunJournal(run_dir, report=False), RankTelemetry(), saver)
+        return fit(kind, accumulate, *callbacks, workers=workers, seed=seed)
+
+    with contextlib.suppress(InterruptedError):
+        part(Stop(11 // accumulate), seed=1)
+    outcome, after, trainer = part(seed=40)
+    events = list(iter_events(run_dir, rank=trainer.global_rank))
+    problem = ""
+    try:
+        assert outcome.steps == reference.steps, "the logs of the steps differ"
+        assert outcome.epochs == reference.epochs, "the epoch values differ"
+        same(after, state)
+    except AssertionError as error:
+        problem = str(error)
+    from_steps = [e["checkpoint_step"] for e in events if e["event"] == "run.resumed"]
+    bad = [
+        e["event"] for e in events if e["event"] in ("checkpoint.failed", "checkpoint.refused", "checkpoint.incomplete")
+    ]
+    return {"from": from_steps, "bad": bad, "problem": problem, "calls": trainer.lightning_module.calls}
 
 
 class UnevenRetry(L.Callback):
@@ -159,8 +190,11 @@ def uneven(late: bool, folder: Path) -> None:
 
 
 class Stop(L.Callback):
+    def __init__(self, step: int = 11) -> None:
+        self.step = step
+
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
-        if trainer.global_step == 11:
+        if trainer.global_step == self.step:
             raise InterruptedError
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import collective_limit
 import pytest
 from sentinel_kit import make_trainer
 from triage_matrix import run
@@ -19,7 +18,16 @@ from lightning_sentinel.context import context_of
 from lightning_sentinel.faults import CATALOGUE
 
 SEED = 0
-OF_A_RANK = ("bad_rank", "flaky_rank", "scaled_rank", "stale_rank", "transient_garbage", "reduction_overflow")
+OF_A_RANK = (
+    "bad_rank",
+    "flaky_rank",
+    "scaled_rank",
+    "stale_rank",
+    "transient_garbage",
+    "weight_bit_flip",
+    "straggler",
+    "reduction_overflow",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -102,8 +110,9 @@ def test_the_loudest_token_and_the_batch_s_rank_in_its_source_are_told(monkeypat
 @pytest.mark.distributed
 def test_the_rank_at_fault_is_named(tmp_path: Path) -> None:
     cases = [(name, SEED) for name in OF_A_RANK]
-    limit = ("collective_limit.CollectiveLimit", Path(collective_limit.__file__).parent)
-    outcomes = run_together(cases, tmp_path / "outcomes.jsonl", timeout=280, beside=limit)
+    here = Path(__file__).parent
+    beside = ("triage_beside.Beside", here, here.parent)
+    outcomes = run_together(cases, tmp_path / "outcomes.jsonl", timeout=280, beside=beside)
     assert {o["name"]: o["outcome"] for o in outcomes} == dict.fromkeys(OF_A_RANK, "right")
     assert {o["name"]: o["unlisted"] for o in outcomes} == {name: [] for name in OF_A_RANK}
     of_reduction = outcomes[-1]["sentence"]
