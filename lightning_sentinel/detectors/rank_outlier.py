@@ -34,6 +34,10 @@ WAITED_FOR = 0.5
 # A lateness below is of the size of a logger's or the journal's own work on rank 0, and nobody would move a rank for it.
 HELD_UP_SECONDS = 0.02
 FEW = 4  # records whose noise says nothing yet
+# The largest score of the first records is soon surpassed: of losses with exponential tails (few samples a rank) the largest
+# of the next hundred scores may be four times that of the first 64. The margin above it is widened by so many times the
+# cube of warm-up over history: to the fivefold when the history begins to count, by 0.2 % after 200 records.
+SHORT_HISTORY = 4.0
 # Without history a rank must leave the largest of the others behind by so many spreads of the logarithm of their losses over
 # the median. Few losses say little about their spread: it starts at a factor of e^0.7, which counts for four of them.
 COLD_SPREADS, COLD_PRIOR, COLD_PRIOR_WEIGHT = 4.0, 0.7, 4.0
@@ -161,7 +165,7 @@ class RankOutlier:
             return np.full(3, self.cold_threshold)
         normal = NormalDist().inv_cdf(1.0 - self.false_per_step / world_size)
         normal *= 1.0 + 4.0 / self._seen  # offsets and noise are estimates
-        tail = self.tail * (1.0 + (self.warmup / self._seen) ** 3)  # the largest of a few is soon surpassed
+        tail = self.tail * (1.0 + SHORT_HISTORY * (self.warmup / self._seen) ** 3)
         limits: FloatArray = np.maximum((max(self.threshold, normal), normal, normal), tail * self._peak)
         return limits
 
