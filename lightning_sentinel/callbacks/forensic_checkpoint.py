@@ -24,6 +24,7 @@ from ..checkpoint.resumed import ResumedRun
 from ..checkpoint.store import CheckpointStore
 from ..distributed import termination
 from ..distributed.lost import lost_connection, name_missing
+from ..folders import as_folder, root_folder
 from ..incidents import Finding
 from ..journal import redact
 from ..limits import check_limits
@@ -117,7 +118,8 @@ class ForensicCheckpoint(SentinelCallback):
         self.probation_steps = probation_steps
         self.resume = resume
         self.write_lightning_ckpt, self.save_on_exception = write_lightning_ckpt, save_on_exception
-        self.config, self.run_dir, self.compare_steps = config, run_dir, compare_steps
+        self.run_dir = None if run_dir is None else as_folder(run_dir, "ForensicCheckpoint: run_dir")
+        self.config, self.compare_steps = config, compare_steps
         self._fit = _Fit()
 
     # ------------------------------------------------------------------------------------------------- life of a fit
@@ -414,8 +416,8 @@ class ForensicCheckpoint(SentinelCallback):
     # ------------------------------------------------------------------------------------------------------- helpers
 
     def _checkpoints_dir(self, trainer: Trainer) -> Path:
-        run_dir = self.run_dir or self.context(trainer).run_dir or Path(trainer.default_root_dir) / "sentinel"
-        return Path(run_dir) / "checkpoints"
+        default = root_folder(trainer.default_root_dir) / "sentinel"
+        return (self.run_dir or self.context(trainer).run_dir or default) / "checkpoints"
 
     def _writes_lightning(self, trainer: Trainer) -> bool:
         if not self.write_lightning_ckpt or private.saves_one_file(trainer):

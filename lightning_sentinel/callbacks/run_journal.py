@@ -26,6 +26,7 @@ from .._version import __version__
 from ..alerts import Webhook, alert_of
 from ..context import LogSink
 from ..distributed.earlier import Earlier, changes, read_earlier
+from ..folders import as_folder, root_folder
 from ..images import log_curve
 from ..infra import note_infra
 from ..journal import Journal, redact, to_json
@@ -100,7 +101,7 @@ class RunJournal(SentinelCallback):
         check_limits("RunJournal", locals())
         if webhook is not None:
             Webhook(webhook)  # an address that is none is an error now, not at the first incident
-        self.requested_run_dir = None if run_dir is None else Path(run_dir)
+        self.requested_run_dir = None if run_dir is None else as_folder(run_dir, "RunJournal: run_dir")
         self.step_interval = step_interval
         self.report = report
         self.report_every_seconds = report_every_seconds
@@ -544,9 +545,8 @@ def restart_count() -> int:
 
 
 def _default_run_dir(trainer: Trainer) -> Path:
-    root = str(trainer.default_root_dir)
     stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
-    return (Path.cwd() if "://" in root else Path(root)) / "sentinel" / stamp
+    return root_folder(trainer.default_root_dir) / "sentinel" / stamp
 
 
 def plain_config(config: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
-import signal
+import shlex
+import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 SCRIPT = Path(__file__).with_name("elastic_script.py")
 ROLLBACK_EVERY = 9
@@ -23,6 +29,7 @@ AGENT = """
 import json, os, runpy, signal, sys
 sys.path.insert(0, {folder!r})
 import elastic_script
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 def worker(script, folder, *arguments):
@@ -36,23 +43,40 @@ def worker(script, folder, *arguments):
             raise
 
 for job in json.loads(sys.argv[1]):
+    os.environ.update(job["environment"])
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=job["ranks"], run_id="job", rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0", max_restarts=job["restarts"], start_method="fork", monitor_interval=0.1,
+        min_nodes=job["nodes"], max_nodes=job["nodes"], nproc_per_node=job["ranks"], run_id="job", rdzv_backend="c10d",
+        rdzv_endpoint=job["endpoint"], rdzv_configs=job["meeting"], max_restarts=job["restarts"],
+        start_method="fork", monitor_interval=0.1,
     )
-    elastic_launch(config, worker)(job["script"], job["folder"], *job["arguments"])
+    try:
+        elastic_launch(config, worker)(job["script"], job["folder"], *job["arguments"])
+    except ChildFailedError:
+        if not job["fails"]:
+            raise
 """
 
 
 @dataclass
 class Job:
-    """What one agent starts, again and again if need be: this module's script, or another one in a folder of its own."""
+    """What one agent starts, again and again if need be: this module's script, or another one in a folder of its own.
+
+    Attributes:
+        ranks: On this agent; the others have as many.
+        nodes: Agents that meet at ``endpoint``, and how: ``--rdzv-conf``.
+        fails: Whether it shall come to nothing, and the agent's next job follow all the same.
+    """
 
     arguments: Sequence[str] = ()
     ranks: int = 2
     restarts: int = 0
     script: str = str(SCRIPT)
     folder: str = "."
+    nodes: int = 1
+    endpoint: str = "localhost:0"
+    meeting: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    fails: bool = False
 
 
 def agent_of(*jobs: Job) -> list[str]:
@@ -72,18 +96,78 @@ def torchrun_command(ranks: int, restarts: int, *arguments: str) -> list[str]:
     return [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *options, str(SCRIPT), *arguments]
 
 
-def run(command: Sequence[str], seconds: float, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run it; what is left of it after so many seconds is ended, its workers too."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(list(command), start_new_session=True, **pipes, **options) as process:
+class Started(subprocess.Popen[bytes]):
+    """A command that is running; what it says goes to a file, so that it never waits for a reader."""
+
+    def __init__(self, command: Sequence[str], **options: Any) -> None:
+        self.output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by end and by kill_all
+        super().__init__(list(command), stdout=self.output, stderr=subprocess.STDOUT, **options)
+
+    def end(self, seconds: float) -> str:
+        """Wait for its end and say what it has said; after so many seconds it and all that it has started are killed."""
         try:
-            out, err = process.communicate(timeout=seconds)
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    if process.returncode:
-        print(out[-2000:], err[-8000:])  # pytest shows it where the test fails
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+            self.wait(timeout=seconds)
+        finally:
+            self._kill()
+            with self.output as file:
+                file.seek(0)
+                said = file.read().decode(errors="replace")
+            if self.returncode:
+                print(said[-12000:])  # pytest shows it where the test fails
+        return said
+
+    def kill_all(self) -> None:
+        """``kill -9`` for it and everything that it has started, as when a machine goes; nothing where it has ended."""
+        self._kill()
+        self.output.close()
+
+    def _kill(self) -> None:
+        if self.poll() is None:
+            agent = psutil.Process(self.pid)
+            for process in (agent, *agent.children(recursive=True)):  # workers have sessions of their own
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            self.wait()
+
+
+def as_here(text: str, changes: dict[str, str]) -> str:
+    """Words of a page as they are in a test; each stands there once."""
+    for old, new in changes.items():
+        assert text.count(old) == 1, f"{old} is {text.count(old)} times in\n{text}"
+        text = text.replace(old, new)
+    return text
+
+
+def typed(line: str, *arguments: str, **options: Any) -> Started:
+    """A command line of a page, with the programs that lie beside this Python."""
+    environment = os.environ | {"PYTHONWARNINGS": "ignore"} | options.pop("env", {})
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
+    return Started([*shlex.split(line), *arguments], env=environment, **options)
+
+
+def run(command: Sequence[str], seconds: float, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run it to its end."""
+    started = Started(command, **options)
+    said = started.end(seconds)
+    return subprocess.CompletedProcess(command, started.returncode, said)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def wait_for_step(folder: Path, step: int, attempt: int = 0, seconds: float = 200.0) -> None:
+    """Until any rank's journal says that the step is done, in that attempt or a later one."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        ranks = [int(path.name[5:10]) for path in folder.glob("journal/rank-*.jsonl")]
+        steps = [e for rank in ranks for e in read(folder, rank) if e["event"] == "step" and e["attempt"] >= attempt]
+        if any(e["step"] >= step for e in steps):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"step {step} of attempt {attempt} was not reached in {seconds:g} s")
 
 
 def kill_plan(seed: int, kills: int, ranks: int, steps: int) -> list[dict[str, Any]]:

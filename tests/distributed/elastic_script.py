@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import signal
+import socket
 import struct
 import sys
 import time
@@ -228,8 +229,10 @@ def main() -> None:
     )
     parser.add_argument("--samples", type=int, default=400, help="in each of the two sources")
     parser.add_argument("--kills", type=json.loads, default=[])
+    parser.add_argument("--in-turn", action="store_true", help="kills come in their order, whatever an agent counts")
     parser.add_argument("--rollback-every", type=int, default=0)
     parser.add_argument("--terminate", type=json.loads, default=None, help='{"1": 7}: step by rank, in attempt 0')
+    parser.add_argument("--hosts", type=json.loads, default={}, help='{"1": "node-b"}: name of a rank\'s machine')
     parser.add_argument("--skew", type=float, default=0.0, help="seconds by which rank 1 is late in later attempts")
     parser.add_argument("--hang", type=int, default=-1, help="rank 1 stands still at this step")
     parser.add_argument("--timeout", type=float, default=60.0, help="of collectives")
@@ -240,6 +243,8 @@ def main() -> None:
     arguments = parser.parse_args()
     rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if str(rank) in arguments.hosts:
+        socket.gethostname = lambda: arguments.hosts[str(rank)]
     if rank == 1 and attempt > 0:
         time.sleep(arguments.skew)
     if not arguments.plain:
@@ -250,9 +255,10 @@ def main() -> None:
         mine.append(Pace(arguments.pace))
     if arguments.rollback_every:
         mine.append(GoesBack(arguments.rollback_every))
-    kill = arguments.kills[attempt] if attempt < len(arguments.kills) else None
+    done = len(list(arguments.folder.glob("killed-*"))) if arguments.in_turn else attempt
+    kill = arguments.kills[done] if done < len(arguments.kills) else None
     if kill is not None and kill["rank"] == rank:
-        mine.append(Killer(kill, arguments.folder, attempt))
+        mine.append(Killer(kill, arguments.folder, done))
     if arguments.hang >= 0 and rank == 1:
         mine.append(Hang(arguments.hang))
     if attempt == 0 and str(rank) in (arguments.terminate or {}):

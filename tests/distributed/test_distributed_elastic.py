@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from docs_pages import Block
-from elastic_job import ROLLBACK_EVERY, Job, agent_of, compare, kill_plan, read, run, unlike_the_plan
+from elastic_job import ROLLBACK_EVERY, Job, agent_of, as_here, compare, kill_plan, read, run, typed, unlike_the_plan
 
 from lightning_sentinel.checkpoint import CheckpointStore
 
@@ -143,14 +141,6 @@ PAGE_TRAINER = {
 }
 
 
-def as_here(text: str, changes: dict[str, str]) -> str:
-    """Words of the page as they are in the test; each stands there once."""
-    for old, new in changes.items():
-        assert text.count(old) == 1, f"{old} is {text.count(old)} times in\n{text}"
-        text = text.replace(old, new)
-    return text
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_torchrun_brings_it_back_as_typed(tmp_path: Path, documented: list[Block]) -> None:
@@ -169,10 +159,10 @@ def test_torchrun_brings_it_back_as_typed(tmp_path: Path, documented: list[Block
     job = Job(script=str(folders[0] / "train.py"), folder=str(folders[0]))
     assert run(agent_of(job), 200).returncode == 0
     plan = [{"rank": 1, "step": 64, "where": "gather", "after": "step-00000010"}]
-    words = shlex.split(as_here(line, {"--nproc-per-node 8": "--nproc-per-node 2"}))
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = os.environ | {"PATH": path, "KILLS": json.dumps(plan), "PYTHONWARNINGS": "ignore"}
-    assert run(words, 350, cwd=folders[1], env=environment).returncode == 0
+    command = as_here(line, {"--nproc-per-node 8": "--nproc-per-node 2"})
+    job = typed(command, cwd=folders[1], env={"KILLS": json.dumps(plan)})
+    job.end(350)
+    assert job.returncode == 0
     assert unlike_the_plan(killed, plan) == []
     found = compare(calm, killed, 2, PAGE_STEPS)
     assert found.problems == []

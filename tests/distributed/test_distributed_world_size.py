@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import socket
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from distributed_kit import run_script
 from distributed_reshard import STARTS
-from elastic_job import agent_command, read, run
+from elastic_job import Job, agent_of, read, run
 from elastic_script import Points
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sentinel.checkpoint import CheckpointStore
 from lightning_sentinel.data import MixtureLoader
+from lightning_sentinel.report.chart import build_chart
+from lightning_sentinel.report.data import load_run
+from lightning_sentinel.report.summary import summarise
 
 SIZES = st.integers(1, 40)
 # (ranks, samples for each rank and step, steps before the cut) of each start of the job
@@ -63,27 +67,46 @@ def test_more_was_fetched_ahead_than_can_be_given_back() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_four_ranks_then_two_then_three(tmp_path: Path) -> None:
-    """One training on 4, 2 and 3 ranks, each start ended by SIGTERM on one of them: 48 samples a step in one order."""
+    """One training on 4 ranks, of which one is killed, on 2, one of which is told to end, and on 3: one order of samples."""
     # without a length, so that Lightning has fetched a batch ahead for the old ranks
-    options = [str(tmp_path), "--steps=16", "--every=50", "--batch=48", "--endless", "--policy=observe"]
-    starts = [(4, {"2": 5}), (2, {"0": 9}), (3, {})]
-    for ranks, terminate in starts:
-        arguments = [*options, f"--devices={ranks}", f"--terminate={json.dumps(terminate)}"]
-        assert run(agent_command(ranks, 0, *arguments), 150).returncode == 0
+    options = [str(tmp_path), "--steps=16", "--every=4", "--batch=48", "--endless", "--policy=observe"]
+    kill = {"rank": 2, "step": 7, "where": "gather", "after": "step-00000004"}
+    jobs = [
+        Job([*options, "--devices=4", f"--kills={json.dumps([kill])}"], ranks=4, fails=True),
+        Job([*options, "--devices=2", "--terminate=" + json.dumps({"0": 9}), "--hosts=" + json.dumps({"1": "node-b"})]),
+        Job([*options, "--devices=3"], ranks=3),
+    ]
+    assert run(agent_of(*jobs), 400).returncode == 0
     events = {rank: read(tmp_path, rank) for rank in range(4)}
-    cuts = [0, 6, 10, 16]
+    cuts = [0, 4, 10, 16]
     trained: list[str] = []
-    for (ranks, _), (first, end) in zip(starts, pairwise(cuts), strict=True):
+    for ranks, (first, end) in zip((4, 2, 3), pairwise(cuts), strict=True):
         for step in range(first, end):
-            rows = [e for r in range(ranks) for e in events[r] if e["event"] == "step" and e["step"] == step]
-            assert len(rows) == ranks  # no step twice
+            rows = [e for r in range(4) for e in events[r] if e["event"] == "step" and e["step"] == step]
+            rows = [e for e in rows if e["attempt"] == max(row["attempt"] for row in rows)]
+            assert len(rows) == ranks  # no step twice on the path
             trained += [sample for row in rows for sample in row["sample_ids"]]
     alone = iter(MixtureLoader([Points("a", 400), Points("b", 400)], batch_size=48, seed=3, rank=0, world_size=1))
     assert trained == [sample for _ in range(16) for sample in next(alone)["sample_id"]]
 
     topology = [(e["old_world_size"], e["world_size"]) for e in events[0] if e["event"] == "topology.changed"]
     assert topology == [(4, 2), (2, 3)]
-    assert [e["checkpoint_step"] for e in events[0] if e["event"] == "run.resumed"] == [6, 10]
+    resumed = [(e["checkpoint_step"], e["status"]) for e in events[0] if e["event"] == "run.resumed"]
+    assert resumed == [(4, "known_good"), (10, "candidate")]
+    told = {(e["step"], e["kind"]): e["text"] for e in events[0] if e["event"] == "infra.event"}
+    here = socket.gethostname()
+    assert told[10, "host"] == f"rank 1 runs on host {here}, before on node-b"
+    assert told[4, "host"] == f"rank 1 runs on host node-b, before on {here}"
+    assert f"rank 2 (host {here}) ended without a word" in told[4, "lost_rank"]
+    assert told[10, "sigterm"] == "rank 0 received SIGTERM; all ranks end at step 10"
+    data = load_run(tmp_path)
+    marks = {(m.kind, m.step, m.detail) for m in build_chart(data, summarise(data)).marks if m.lane == "run"}
+    assert {(step, words) for kind, step, words in marks if kind == "topology"} == {
+        (4, "4 to 2 ranks at step 4"),
+        (10, "2 to 3 ranks at step 10"),
+    }
+    assert {("infra", step, f"{text} at step {step}") for (step, _), text in told.items()} <= marks
+
     said = [e["missing"] for e in events[0] if e["event"] == "checkpoint.incomplete"]
     assert [m[:2] for m in said] == [
         ["from 4 to 2 ranks", "the random state of ranks 2 to 3 has no counterpart"],
