@@ -101,7 +101,8 @@ class NonFiniteTracer(SentinelCallback):
         self._context: RunContext | None = None
         self._hooks: list[tuple[nn.Module, str, _Handle]] = []
         self._around = True  # whether a module that is compiled on its own may be among them
-        self._deeper: list[_Handle] = []  # of one step
+        self._within: list[tuple[nn.Module, str]] = []  # the layers' children
+        self._deeper: list[_Handle] = []  # of one step, on these
         self._holds, self._every = False, 1
         self._holding = False  # in this forward
         self._anchor = False  # this step starts at a full snapshot, from which it may be computed again
@@ -137,6 +138,8 @@ class NonFiniteTracer(SentinelCallback):
                 [p for p in modules if p][:5],
             )
         self._hooks = [(modules[p], p, self._register(modules[p], p)) for p in paths]
+        if self.boundaries == "auto":
+            self._within = [(modules[p], p) for p in block_paths(pl_module) if p not in paths]
         self._holds = trainer.strategy.root_device.type == "cpu"
         self._every = self.every_n or (ON_CPU_EVERY if self._holds else 1)
         if trainer.global_step == 0:
@@ -162,7 +165,7 @@ class NonFiniteTracer(SentinelCallback):
         self._remove_deeper()
         for _, _, handle in self._hooks:
             handle.remove()
-        self._hooks = []
+        self._hooks, self._within = [], []
 
     @torch.no_grad()
     def _scan_state(self, trainer: Trainer, module: LightningModule) -> None:
@@ -268,8 +271,7 @@ class NonFiniteTracer(SentinelCallback):
             return
         if any(_private.is_compiled(m) or _private.holds_compiled(m) for m in module.modules()):
             return
-        modules, known = dict(module.named_modules()), {path for _, path, _ in self._hooks}
-        self._deeper = [self._register(modules[p], p) for p in block_paths(module) if p not in known]
+        self._deeper = [self._register(inner, path) for inner, path in self._within]
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         if self._armed is not None:
