@@ -11,6 +11,7 @@ does slows both alike. Only one of them computes at any time; each has its own c
     own_share                     time inside the suite's own code, its hooks on the model's layers included / time of a
                                   step, in the same run
     own_ms, own_share_at_100ms    that time, and as a share of a step of 100 ms
+    norm_ms                       of it the norm of the gradients, which the clipping that follows does not compute again
     host_syncs                    host reads of the signal path a step, counted on tensors that have no values
     peers                         the ratio of each peer, with its interval in peers_interval
     deep_probe                    time of one deep probe (deep_probe_ms) / its default interval / time of a step
@@ -21,7 +22,9 @@ does slows both alike. Only one of them computes at any time; each has its own c
 rotating journal: time and resident memory by tenths of the run. ``--scaling`` measures the suite's own time against the
 number of parameters (at equal count of tensors) and against the number of layers.
 
-Run it with ``python benchmarks/overhead.py [--rounds 100] [--json FILE] [--png FILE] [--check]``. The peers are Lightning's
+All Trainers clip the norm of their gradients, as the example's configuration does. Run it with ``python
+benchmarks/overhead.py [--rounds 100] [--keep FILE] [--json FILE] [--png FILE] [--check]``; with ``--keep`` the rounds are
+added to those of earlier runs, so that a busy machine can be measured in pieces. The peers are Lightning's
 ``SpikeDetection`` and ``detect_anomaly=True``, transformers' ``DebugUnderflowOverflow``, and the norm of every parameter's
 gradient in the manner of Composer's ``OptimizerMonitor``, each in every step.
 """
@@ -50,7 +53,7 @@ from example import named_config
 from torch import Tensor, nn
 from turns import Instrument, Lane, OwnTime, ended, in_pairs, median_interval, trimmed_mean
 
-from lightning_sentinel import DeepProbe, default_callbacks
+from lightning_sentinel import DeepProbe, RankTelemetry, default_callbacks
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -147,13 +150,15 @@ def suite_lane(
     folder: Path, name: str, size: str, change: Callable[[list[L.Callback]], list[L.Callback]] = list, **o: Any
 ) -> Lane:
     """The suite, with everything that it does timed."""
-    own = OwnTime()
+    own, norm = OwnTime(), OwnTime()
 
     def callbacks(module: L.LightningModule) -> list[L.Callback]:
         made = change(suite(folder, name, **o))
+        [telemetry] = [c for c in made if isinstance(c, RankTelemetry)]
+        telemetry._norm_of = norm.timed("norm", telemetry._norm_of)  # type: ignore[method-assign]
         return [*made, Instrument(made, own)]
 
-    return Lane(name, lambda lane: train(lane, callbacks, size), own=own)
+    return Lane(name, lambda lane: train(lane, callbacks, size), own=own, part=norm)
 
 
 def often_probed(made: list[L.Callback]) -> list[L.Callback]:
@@ -183,64 +188,105 @@ def lanes(folder: Path, size: str) -> dict[str, Lane]:
 PEERS = ("SpikeDetection", "detect_anomaly", "DebugUnderflowOverflow", "gradient norms")
 
 
-def measure(rounds: int, folder: Path, only: Sequence[str] | None = None, size: str = "small") -> dict[str, Any]:
+Raw = dict[str, dict[str, Any]]
+
+
+def measure(rounds: int, folder: Path, only: Sequence[str] | None = None, size: str = "small") -> Raw:
+    """By lane what its rounds have given: ratios, seconds of every step, and of an instrumented one its own time."""
     bare = Lane("bare", lambda lane: train(lane, lambda m: [], size))
     others = {name: lane for name, lane in lanes(folder, size).items() if only is None or name in only}
-    result: dict[str, Any] = {"load_before": os.getloadavg()[0], "rounds": rounds, "peers": {}, "peers_interval": {}}
+    raw: Raw = {}
     with ended([bare, *others.values()]):
         for lane in (bare, *others.values()):
             lane.run(WARM_UP, count=False)
         for name, lane in others.items():
-            if lane.own_time is not None:
-                lane.own_time.seconds.clear()
-                lane.own_time.calls.clear()
+            for own in (lane.own_time, lane.part_time):
+                if own is not None:
+                    own.seconds.clear()
+                    own.calls.clear()
             turns = rounds if name == "suite" else max(min(8, rounds), rounds // (3 if name == "timed" else 8))
+            cpu_before = len(bare.cpu)
             pairs = in_pairs(bare, lane, turns, BLOCK)
-            median, interval = median_interval(pairs["wall"])
-            cpu_median, cpu_interval = median_interval(pairs["cpu"])
-            mean = trimmed_mean(pairs["steps_other"]) / trimmed_mean(pairs["steps_bare"])
-            print(
-                f"{name:24s} ratio {median:7.4f}  [{interval[0]:.4f}, {interval[1]:.4f}]   processor time {cpu_median:7.4f}"
-                f"  [{cpu_interval[0]:.4f}, {cpu_interval[1]:.4f}]   trimmed means {mean:7.4f}",
-                flush=True,
-            )
-            if name in PEERS:
-                result["peers"][name], result["peers_interval"][name] = median, interval
-            elif name == "suite":
-                result |= {"ratio_median": median, "ratio_interval": interval, "ratio_mean": mean}
-                result |= {"cpu_ratio_median": cpu_median, "cpu_ratio_interval": cpu_interval}
+            raw[name] = {key: values.tolist() for key, values in pairs.items()}
+            raw[name]["bare_cpu"] = [s for b in bare.cpu[cpu_before:] for s in b]
             if lane.own_time is not None:
-                result |= {f"{name} own".replace(" ", "_"): own_of(lane)}
-    result["step_ms"] = 1e3 * float(np.median([s for b in bare.wall for s in b]))
-    result["step_cpu_ms"] = 1e3 * float(np.median([s for b in bare.cpu for s in b]))
-    result["load_after"] = os.getloadavg()[0]
-    if "timed_own" in result:
-        own = result.pop("timed_own")
+                raw[name] |= {"own": lane.own, "blocks": lane.wall, "hooks": dict(lane.own_time.seconds)}
+            if lane.part_time is not None:
+                raw[name]["norm"] = lane.part_time.total
+            print(f"{name:24s} {told(raw[name])}", flush=True)
+    return raw
+
+
+def told(lane: dict[str, Any]) -> str:
+    median, interval = median_interval(np.array(lane["wall"]))
+    cpu_median, cpu_interval = median_interval(np.array(lane["cpu"]))
+    return (
+        f"ratio {median:7.4f}  [{interval[0]:.4f}, {interval[1]:.4f}]   processor time {cpu_median:7.4f}"
+        f"  [{cpu_interval[0]:.4f}, {cpu_interval[1]:.4f}]   trimmed means {mean_ratio(lane):7.4f}"
+        f"   ({len(lane['wall'])} rounds)"
+    )
+
+
+def mean_ratio(lane: dict[str, Any]) -> float:
+    return trimmed_mean(np.array(lane["steps_other"])) / trimmed_mean(np.array(lane["steps_bare"]))
+
+
+def joined(earlier: Raw, new: Raw) -> Raw:
+    """Rounds of several runs: lists one after the other, sums added."""
+    found: Raw = {name: dict(lane) for name, lane in earlier.items()}
+    for name, lane in new.items():
+        old = found.setdefault(name, {})
+        for key, value in lane.items():
+            if isinstance(value, dict):
+                before = old.get(key, {})
+                old[key] = {
+                    k: before.get(k, 0.0) + value.get(k, 0.0) for k in [*before, *(value.keys() - before.keys())]
+                }
+            else:
+                old[key] = old[key] + value if key in old else value
+    return found
+
+
+def evaluate(raw: Raw) -> dict[str, Any]:
+    """The numbers of the table from all rounds."""
+    result: dict[str, Any] = {"peers": {}, "peers_interval": {}}
+    for name, lane in raw.items():
+        median, interval = median_interval(np.array(lane["wall"]))
+        if name in PEERS:
+            result["peers"][name], result["peers_interval"][name] = median, interval
+        elif name == "suite":
+            cpu_median, cpu_interval = median_interval(np.array(lane["cpu"]))
+            result |= {"ratio_median": median, "ratio_interval": interval, "ratio_mean": mean_ratio(lane)}
+            result |= {"cpu_ratio_median": cpu_median, "cpu_ratio_interval": cpu_interval, "rounds": len(lane["wall"])}
+    result["step_ms"] = 1e3 * float(np.median([s for lane in raw.values() for s in lane["steps_bare"]]))
+    result["step_cpu_ms"] = 1e3 * float(np.median([s for lane in raw.values() for s in lane["bare_cpu"]]))
+    if "timed" in raw:
+        own = own_of(raw["timed"])
         result |= {"own_share": own["share"], "own_ms": own["ms"], "own_share_at_100ms": own["ms"] / 100.0}
-        result |= {"own_median_ms": own["median_ms"], "own_us_by_hook": own["us_by_hook"]}
-    if "recover_own" in result:
-        result["recover_own"] = {k: v for k, v in result["recover_own"].items() if k != "us_by_hook"}
-    if "deep_probe_own" in result:
-        hooks = result.pop("deep_probe_own")["us_by_hook"]
+        result |= {"own_median_ms": own["median_ms"], "norm_ms": own["norm_ms"], "own_us_by_hook": own["us_by_hook"]}
+    if "recover" in raw:
+        result["recover_own"] = {k: v for k, v in own_of(raw["recover"]).items() if k != "us_by_hook"}
+    if "deep probe" in raw:
+        hooks = own_of(raw["deep probe"])["us_by_hook"]
         result["deep_probe_ms"] = PROBE_EVERY * sum(us for n, us in hooks.items() if n.startswith("DeepProbe.")) / 1e3
         result["deep_probe"] = result["deep_probe_ms"] / DeepProbe().every_n_steps / result["step_cpu_ms"]
     return result
 
 
-def own_of(lane: Lane) -> dict[str, Any]:
-    """Own time of the suite: the median over blocks, so that a block in which the machine was busy does not count."""
-    own = lane.own_time
-    assert own is not None
-    steps = sum(map(len, lane.wall))
-    per_block = np.array([seconds / len(block) for seconds, block in zip(lane.own, lane.wall, strict=True)])
-    share = np.array([seconds / sum(block) for seconds, block in zip(lane.own, lane.wall, strict=True)])
-    hooks = {name: round(1e6 * seconds / steps, 1) for name, seconds in own.seconds.items()}
+def own_of(lane: dict[str, Any]) -> dict[str, Any]:
+    """Own time of the suite: the mean over blocks without the worst tenth, so that what else the machine did counts less."""
+    blocks = lane["blocks"]
+    steps = sum(map(len, blocks))
+    per_block = np.array([seconds / len(block) for seconds, block in zip(lane["own"], blocks, strict=True)])
+    share = np.array([seconds / sum(block) for seconds, block in zip(lane["own"], blocks, strict=True)])
+    hooks = {name: round(1e6 * seconds / steps, 1) for name, seconds in lane["hooks"].items()}
     # A snapshot every 25 steps would be left out by a median over blocks of 4: the mean of all but the worst tenth.
     kept = np.sort(per_block)[: max(1, math.ceil(0.9 * len(per_block)))]
     return {
         "ms": 1e3 * float(kept.mean()),
         "median_ms": 1e3 * float(np.median(per_block)),
         "share": float(np.sort(share)[: len(kept)].mean()),
+        "norm_ms": 1e3 * lane["norm"] / steps,
         "us_by_hook": dict(sorted(hooks.items(), key=lambda item: -item[1])),
     }
 
@@ -457,6 +503,9 @@ def main() -> int:
     arguments.add_argument(
         "--rounds", type=int, default=100, help=f"rounds of four blocks of {BLOCK} steps; peers an eighth"
     )
+    arguments.add_argument(
+        "--keep", type=Path, help="add the rounds to those of earlier runs in this file, and judge all of them"
+    )
     arguments.add_argument("--lanes", nargs="+", help="only these beside the bare Trainer, e.g. suite timed")
     arguments.add_argument("--model", choices=("small", "tiny"), default="small", help="the example's model")
     arguments.add_argument("--growth", type=int, metavar="STEPS", help="instead: so many steps of a very small model")
@@ -466,8 +515,12 @@ def main() -> int:
     arguments.add_argument("--png", type=Path, help="draw them into this file")
     add_check(arguments)
     options = arguments.parse_args()
-    if options.rounds < 2 or (options.growth is not None and options.growth < 10):
-        arguments.error("--rounds must be at least 2 and --growth at least 10.")
+    if (options.rounds < 2 and not (options.rounds == 0 and options.keep)) or (
+        options.growth is not None and options.growth < 10
+    ):
+        arguments.error(
+            "--rounds must be at least 2 (with --keep also 0: judge what is there) and --growth at least 10."
+        )
     if options.steps < 40:
         arguments.error(f"--steps must be at least 40, got {options.steps}.")
     warnings.filterwarnings("ignore")
@@ -480,7 +533,14 @@ def main() -> int:
         elif options.scaling:
             result = scaling(Path(folder), options.steps)
         else:
-            result = measure(options.rounds, Path(folder), options.lanes, options.model)
+            load = os.getloadavg()[0]
+            raw = measure(options.rounds, Path(folder), options.lanes, options.model) if options.rounds else {}
+            if options.keep is not None:
+                raw = joined(json.loads(options.keep.read_text()) if options.keep.exists() else {}, raw)
+                options.keep.write_text(json.dumps(raw))
+                for name, lane in raw.items():
+                    print(f"{name:24s} {told(lane)}")
+            result = evaluate(raw) | {"load": [load, os.getloadavg()[0]]}
             if options.lanes is None:
                 result |= first_step(Path(folder)) | {"host_syncs": host_syncs()}
     for name, value in result.items():

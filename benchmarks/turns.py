@@ -117,9 +117,11 @@ class Lane:
         resume: Callable[[], None] = lambda: None,
         pause: Callable[[], None] = lambda: None,
         own: OwnTime | None = None,
+        part: OwnTime | None = None,
     ) -> None:
         self.name, self.fit, self.resume, self.pause = name, fit, resume, pause
         self.own_time = own
+        self.part_time = part  # of that, what is to be shown by itself
         self.wall: list[list[float]] = []
         self.cpu: list[list[float]] = []
         self.own: list[float] = []
