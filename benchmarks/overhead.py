@@ -8,6 +8,8 @@ does slows both alike. Only one of them computes at any time; each has its own c
                                   blocks, and the 95 % bootstrap interval of that median
     ratio_mean                    the same of all steps together, as means without the slowest and fastest tenth
     cpu_ratio_median, ..._interval  the same in processor time, which other processes disturb less
+    bare_again                    the ratio of a second bare Trainer, which is not 1 either: where each Trainer's memory lies
+                                  makes one or the other faster by a percent or two, anew in every process
     own_share                     time inside the suite's own code, its hooks on the model's layers included / time of a
                                   step, in the same run
     own_ms, own_share_at_100ms    that time, and as a share of a step of 100 ms
@@ -172,6 +174,7 @@ def lanes(folder: Path, size: str) -> dict[str, Lane]:
     }
     found = {
         "suite": Lane("suite", lambda lane: train(lane, lambda m: suite(folder, "suite"), size)),
+        "bare again": Lane("bare again", lambda lane: train(lane, lambda m: [], size)),
         "timed": suite_lane(folder, "timed", size),
         "recover": suite_lane(folder, "recover", size, policy="recover"),
         "SpikeDetection": Lane("SpikeDetection", lambda lane: train(lane, spike_detection, size)),
@@ -204,7 +207,8 @@ def measure(rounds: int, folder: Path, only: Sequence[str] | None = None, size: 
                 if own is not None:
                     own.seconds.clear()
                     own.calls.clear()
-            turns = rounds if name == "suite" else max(min(8, rounds), rounds // (3 if name == "timed" else 8))
+            part = {"suite": 1, "bare again": 1, "timed": 3}.get(name, 8)
+            turns = max(min(8, rounds), rounds // part)
             cpu_before = len(bare.cpu)
             pairs = in_pairs(bare, lane, turns, BLOCK)
             raw[name] = {key: values.tolist() for key, values in pairs.items()}
@@ -254,6 +258,8 @@ def evaluate(raw: Raw) -> dict[str, Any]:
         median, interval = median_interval(np.array(lane["wall"]))
         if name in PEERS:
             result["peers"][name], result["peers_interval"][name] = median, interval
+        elif name == "bare again":
+            result |= {"bare_again": median, "bare_again_interval": interval}
         elif name == "suite":
             cpu_median, cpu_interval = median_interval(np.array(lane["cpu"]))
             result |= {"ratio_median": median, "ratio_interval": interval, "ratio_mean": mean_ratio(lane)}
