@@ -211,7 +211,7 @@ def measure(rounds: int, folder: Path, only: Sequence[str] | None = None, size: 
             turns = max(min(8, rounds), rounds // part)
             cpu_before = len(bare.cpu)
             pairs = in_pairs(bare, lane, turns, BLOCK)
-            raw[name] = {key: values.tolist() for key, values in pairs.items()}
+            raw[name] = {key: values.tolist() for key, values in pairs.items()} | {"runs": [turns]}
             raw[name]["bare_cpu"] = [s for b in bare.cpu[cpu_before:] for s in b]
             if lane.own_time is not None:
                 raw[name] |= {"own": lane.own, "blocks": lane.wall, "hooks": dict(lane.own_time.seconds)}
@@ -222,13 +222,18 @@ def measure(rounds: int, folder: Path, only: Sequence[str] | None = None, size: 
 
 
 def told(lane: dict[str, Any]) -> str:
-    median, interval = median_interval(np.array(lane["wall"]))
-    cpu_median, cpu_interval = median_interval(np.array(lane["cpu"]))
+    median, interval = interval_of(lane, "wall")
+    cpu_median, cpu_interval = interval_of(lane, "cpu")
     return (
         f"ratio {median:7.4f}  [{interval[0]:.4f}, {interval[1]:.4f}]   processor time {cpu_median:7.4f}"
         f"  [{cpu_interval[0]:.4f}, {cpu_interval[1]:.4f}]   trimmed means {mean_ratio(lane):7.4f}"
-        f"   ({len(lane['wall'])} rounds)"
+        f"   ({len(lane['wall'])} rounds in {len(lane['runs'])} runs)"
     )
+
+
+def interval_of(lane: dict[str, Any], what: str) -> tuple[float, tuple[float, float]]:
+    """Median of the rounds' ratios and its interval; of several runs these are drawn first, then the rounds in them."""
+    return median_interval(np.array(lane[what]), runs=lane["runs"])
 
 
 def mean_ratio(lane: dict[str, Any]) -> float:
@@ -255,14 +260,15 @@ def evaluate(raw: Raw) -> dict[str, Any]:
     """The numbers of the table from all rounds."""
     result: dict[str, Any] = {"peers": {}, "peers_interval": {}}
     for name, lane in raw.items():
-        median, interval = median_interval(np.array(lane["wall"]))
+        median, interval = interval_of(lane, "wall")
         if name in PEERS:
             result["peers"][name], result["peers_interval"][name] = median, interval
         elif name == "bare again":
             result |= {"bare_again": median, "bare_again_interval": interval}
         elif name == "suite":
-            cpu_median, cpu_interval = median_interval(np.array(lane["cpu"]))
+            cpu_median, cpu_interval = interval_of(lane, "cpu")
             result |= {"ratio_median": median, "ratio_interval": interval, "ratio_mean": mean_ratio(lane)}
+            result["runs"] = len(lane["runs"])
             result |= {"cpu_ratio_median": cpu_median, "cpu_ratio_interval": cpu_interval, "rounds": len(lane["wall"])}
     result["step_ms"] = 1e3 * float(np.median([s for lane in raw.values() for s in lane["steps_bare"]]))
     result["step_cpu_ms"] = 1e3 * float(np.median([s for lane in raw.values() for s in lane["bare_cpu"]]))

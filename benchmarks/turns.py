@@ -259,8 +259,13 @@ def trimmed_mean(values: FloatArray, share: float = 0.1) -> float:
     return float(ordered[cut : len(ordered) - cut].mean())
 
 
-def median_interval(values: FloatArray, resamples: int = 10_000, seed: int = 0) -> tuple[float, tuple[float, float]]:
+def median_interval(
+    values: FloatArray, resamples: int = 10_000, seed: int = 0, runs: Sequence[int] = ()
+) -> tuple[float, tuple[float, float]]:
     """Median and its 95 % bootstrap percentile interval.
+
+    ``runs``: lengths of the runs from which the values come, one after the other. What differs from run to run, such as
+    where the memory lies, is shared by a run's values: with several, runs are drawn first and then values within each.
 
     Example:
         >>> median, (low, high) = median_interval(np.array([1.0, 1.1, 0.9, 1.0, 1.05, 0.95]))
@@ -268,6 +273,16 @@ def median_interval(values: FloatArray, resamples: int = 10_000, seed: int = 0) 
         (1.0, True)
     """
     rng = np.random.default_rng(seed)
-    medians = np.median(rng.choice(values, size=(resamples, len(values))), axis=1)
+    if len(runs) > 1:
+        parts = np.split(values, np.cumsum(runs)[:-1])
+        drawn = [
+            np.concatenate(
+                [rng.choice(parts[i], size=len(parts[i])) for i in rng.integers(len(parts), size=len(parts))]
+            )
+            for _ in range(resamples)
+        ]
+        medians = np.array([np.median(d) for d in drawn])
+    else:
+        medians = np.median(rng.choice(values, size=(resamples, len(values))), axis=1)
     low, high = np.quantile(medians, [0.025, 0.975])
     return float(np.median(values)), (float(low), float(high))
