@@ -14,6 +14,8 @@ does slows both alike. Only one of them computes at any time; each has its own c
                                   step, in the same run
     own_ms, own_share_at_100ms    that time, and as a share of a step of 100 ms
     norm_ms                       of it the norm of the gradients, which the clipping that follows does not compute again
+    added                         hooks_ms: what the suite adds where Lightning runs through the callbacks, its dispatch
+                                  included; update_ms: what the update takes more or less; net_ms: both
     host_syncs                    host reads of the signal path a step, counted on tensors that have no values
     peers                         the ratio of each peer, with its interval in peers_interval
     deep_probe                    time of one deep probe (deep_probe_ms) / its default interval / time of a step
@@ -53,7 +55,7 @@ import torch
 from bounds import add_check, verdict
 from example import named_config
 from torch import Tensor, nn
-from turns import Instrument, Lane, OwnTime, ended, in_pairs, median_interval, trimmed_mean
+from turns import Instrument, Lane, OwnTime, Phases, ended, in_pairs, median_interval, trimmed_mean
 
 from lightning_sentinel import DeepProbe, RankTelemetry, default_callbacks
 
@@ -188,6 +190,35 @@ def lanes(folder: Path, size: str) -> dict[str, Lane]:
     return found
 
 
+def phases(folder: Path, rounds: int, size: str) -> dict[str, Any]:
+    """What the callbacks of the suite add to those parts of a step in which they run, by the median of each part."""
+    marks = {"bare": Phases(), "suite": Phases()}
+    made: dict[str, Callbacks] = {"bare": lambda m: [], "suite": lambda m: suite(folder, "phases")}
+
+    def lane_of(name: str) -> Lane:
+        first, last = marks[name].first, marks[name].last
+        return Lane(name, lambda lane: train(lane, lambda m: [first, *made[name](m), last], size))
+
+    pair = [lane_of("bare"), lane_of("suite")]
+    with ended(pair):
+        for lane in pair:
+            lane.run(WARM_UP, count=False)
+        for i in range(rounds):
+            for lane in pair if i % 2 else pair[::-1]:
+                lane.run(BLOCK)
+    raw: dict[str, Any] = {}
+    for name, mark in marks.items():
+        raw |= {f"{name}_hooks": mark.hooks[WARM_UP:-1], f"{name}_update": mark.update[WARM_UP:]}
+    return raw
+
+
+def added(raw: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds a step, snapshots and the writing of lines included; negative: what the update takes less."""
+    ms = {name: 1e3 * trimmed_mean(np.array(seconds), 0.02) for name, seconds in raw.items()}
+    hooks, update = ms["suite_hooks"] - ms["bare_hooks"], ms["suite_update"] - ms["bare_update"]
+    return {"hooks_ms": hooks, "update_ms": update, "net_ms": hooks + update}
+
+
 PEERS = ("SpikeDetection", "detect_anomaly", "DebugUnderflowOverflow", "gradient norms")
 
 
@@ -259,6 +290,11 @@ def joined(earlier: Raw, new: Raw) -> Raw:
 def evaluate(raw: Raw) -> dict[str, Any]:
     """The numbers of the table from all rounds."""
     result: dict[str, Any] = {"peers": {}, "peers_interval": {}}
+    if "phases" in raw:
+        result["added"] = added(raw["phases"])
+    raw = {name: lane for name, lane in raw.items() if name != "phases"}
+    if not raw:
+        return result
     for name, lane in raw.items():
         median, interval = interval_of(lane, "wall")
         if name in PEERS:
@@ -547,11 +583,13 @@ def main() -> int:
         else:
             load = os.getloadavg()[0]
             raw = measure(options.rounds, Path(folder), options.lanes, options.model) if options.rounds else {}
+            if options.rounds and (options.lanes is None or "phases" in options.lanes):
+                raw["phases"] = phases(Path(folder), max(min(8, options.rounds), options.rounds // 2), options.model)
             if options.keep is not None:
                 raw = joined(json.loads(options.keep.read_text()) if options.keep.exists() else {}, raw)
                 options.keep.write_text(json.dumps(raw))
-                for name, lane in raw.items():
-                    print(f"{name:24s} {told(lane)}")
+                for name in raw.keys() - {"phases"}:
+                    print(f"{name:24s} {told(raw[name])}")
             result = evaluate(raw) | {"load": [load, os.getloadavg()[0]]}
             if options.lanes is None:
                 result |= first_step(Path(folder)) | {"host_syncs": host_syncs()}
