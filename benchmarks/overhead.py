@@ -533,7 +533,7 @@ def picture(result: dict[str, Any], path: Path) -> None:
     left.set_xscale("symlog", linthresh=5)
     left.set_xticks(ticks := [0, 1, 2, 5, 10, 50, 100, 500], [f"{t:g}" for t in ticks])
     left.minorticks_off()
-    left.set_xlim(-5, max(150.0, 130 * (rows[-1][2][1] - 1)))
+    left.set_xlim(min(-5.0, *(110 * (low - 1) for *_, (low, _), _ in rows)), max(150.0, 130 * (rows[-1][2][1] - 1)))
     left.set_xlabel("added to a step, % (median and its 95 % interval); dotted: 1 %")
     hooks = list(result["own_us_by_hook"].items())[:8][::-1]
     right.barh([n for n, _ in hooks], [us for _, us in hooks], color="#1f6f8b")
