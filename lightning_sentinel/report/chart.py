@@ -83,6 +83,20 @@ class Mark:
     number: int | None = None
 
 
+def switch(mark: Mark) -> str:
+    """The switch of the legend that a mark belongs to: its lane, or its kind where a lane holds several.
+
+    Example:
+        >>> switch(Mark("checkpoint", "known_good", 0.0, 0, "", "")), switch(Mark("fault", "fault", 0.0, 0, "", ""))
+        ('checkpoint-known-good', 'fault')
+    """
+    if mark.lane == "checkpoint":
+        return f"checkpoint-{mark.kind.replace('_', '-')}"
+    if mark.lane == "run":
+        return "machines" if mark.kind == "infra" else mark.kind
+    return mark.kind if mark.lane == "schedule" or mark.kind == "rollback" else mark.lane
+
+
 @dataclass
 class Chart:
     """Everything drawn.
@@ -137,9 +151,7 @@ def build_chart(run: RunData, summary: Mapping[str, Any], *, points: int = 1500)
     abandoned_masks = _abandoned(steps)
     abandoned = [thin(tokens[m], loss[m], points) for m in abandoned_masks]
     scale = steps["loss_scale"]
-    # Between two measurements the newest is repeated.
-    update = steps["update_norm"]
-    measured = live & np.isfinite(update) & (update != np.concatenate([[np.nan], update[:-1]]))
+    measured = _measured(steps)
     limits, log_loss, clipped = loss_limits(steps)
     span = (float(tokens.min()), float(tokens.max())) if len(steps) else (0.0, 1.0)
     return Chart(
@@ -211,6 +223,21 @@ def _abandoned(steps: Steps) -> list[BoolArray]:
             mask[before] = True
         masks.append(mask)
     return masks
+
+
+def _measured(steps: Steps) -> BoolArray:
+    """The live steps at which the update norm was measured: between two measurements the newest is repeated.
+
+    After a rollback that may be one of the abandoned pass. It counts from the step at which it was first journalled: the
+    steps that are measured are chosen by their number, so there it was measured again, and came out the same.
+    """
+    update = steps["update_norm"]
+    new = update != np.concatenate([[np.nan], update[:-1]])  # NaN is unlike everything
+    first = np.maximum.accumulate(np.where(new, np.arange(len(update)), 0))
+    known = np.flatnonzero(steps.live & np.isfinite(update) & (steps.step >= steps.step[first]))
+    measured = np.zeros(len(update), dtype=np.bool_)
+    measured[known[np.concatenate([[True], np.diff(first[known]) != 0])[: len(known)]]] = True
+    return measured
 
 
 def _panel(steps: Steps, values: FloatArray, abandoned: Sequence[BoolArray], points: int) -> tuple[Line, list[Line]]:

@@ -47,8 +47,8 @@ GLYPHS: Mapping[str, tuple[str, str, bool]] = {
     "candidate": ("^", GREY, False),
     "known_good": ("^", GREEN, True),
     "poisoned": ("X", VERMILION, True),
-    "failed": ("X", ORANGE, True),
-    "removed": ("^", "#C8C8C8", False),
+    "failed": ("s", ORANGE, False),
+    "removed": ("_", GREY, True),
     "overflow": ("x", ORANGE, True),
     "backoff": ("v", ORANGE, False),
     "growth": ("^", ORANGE, False),
@@ -296,7 +296,7 @@ def _gradient(ax: Axes, chart: Chart) -> None:
     for line in abandoned:
         ax.plot(line.x, line.y, color=GREY, lw=0.9, alpha=0.65, ls=(0, (4, 2)))
     ax.plot(live.x, live.y, color=BLUE, lw=1.0, label="gradient, before clipping")
-    if chart.update is not None:
+    if chart.update is not None and (np.isfinite(chart.update.y) & (chart.update.y > 0)).any():
         ax.plot(chart.update.x, chart.update.y, color=GREEN, lw=1.2, ls=(0, (5, 2)), marker=".", ms=3, label="update")
     ax.set_ylabel("2-norm (log)")
     ax.legend(loc="upper right", fontsize=7.5, frameon=False, ncols=2, borderaxespad=0.1)
@@ -312,7 +312,12 @@ def _rate(ax: Axes, chart: Chart) -> None:
     finite = live.y[np.isfinite(live.y)]
     if finite.size and finite.max() > 0:
         # An abandoned excursion of the rate may be fifty times the plan; the plan stays readable.
-        ax.set_ylim(0, finite.max() * 1.15)
+        top = finite.max() * 1.15
+        ax.set_ylim(0, top)
+        for line in abandoned:
+            heights = np.where(np.isfinite(line.y), line.y, -np.inf)
+            if heights.size and heights.max() > top:
+                ax.plot([line.x[int(heights.argmax())]], [0.95 * top], "^", color=GREY, ms=5)
     ax.set_ylabel("learning rate")
     ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.3g}"))
 

@@ -12,7 +12,7 @@ from typing import Any
 from .. import __version__
 from ..bundle.place import bundle_dir, replay_command
 from ..journal import number
-from .chart import Chart, build_chart, si
+from .chart import Chart, build_chart, si, switch
 from .curve import subtitle
 from .data import RunData
 from .heat import heat_map
@@ -35,12 +35,20 @@ _LEGEND = (
     ("abandoned", "abandoned: rolled back, or lost in a restart", "swatch"),
     ("nonfinite", "not finite", "poisoned"),
     ("fault", "faults injected", "fault"),
-    ("incident", "incidents", "incident"),
-    ("action", "actions", "skip_step"),
-    ("checkpoint", "checkpoints", "known_good"),
+    ("incident", "incidents (square: needs somebody)", "incident"),
+    ("rollback", "rollbacks", "rollback"),
+    ("action", "other actions", "skip_step"),
+    ("checkpoint-known-good", "known-good", "known_good"),
+    ("checkpoint-candidate", "candidate", "candidate"),
+    ("checkpoint-poisoned", "poisoned", "poisoned"),
+    ("checkpoint-failed", "failed", "failed"),
+    ("checkpoint-removed", "removed", "removed"),
     ("scaler", "loss scaler", "overflow"),
-    ("run", "restarts, ranks, machines", "restart"),
-    ("schedule", "rate, mixture", "mixture"),
+    ("restart", "restarts", "restart"),
+    ("topology", "number of ranks", "topology"),
+    ("machines", "machines", "infra"),
+    ("rate", "learning rate set", "rate"),
+    ("mixture", "mixture", "mixture"),
     ("experiment", "experiments", "experiment"),
 )
 
@@ -137,7 +145,7 @@ def chart_words(chart: Chart, summary: Mapping[str, Any]) -> str:
 
 def legend(chart: Chart) -> list[dict[str, str]]:
     """What the chart shows and the legend can switch off: key, words, glyph."""
-    shown = {"mean"} | set(chart.lanes)
+    shown = {"mean"} | {switch(mark) for mark in chart.marks}
     if chart.band is not None:
         shown.add("band")
     if chart.worst is not None:
@@ -147,6 +155,8 @@ def legend(chart: Chart) -> list[dict[str, str]]:
     if chart.nonfinite.size:
         shown.add("nonfinite")
     words = {"worst": "" if chart.worst is None else f"rank {chart.worst[0]}, the furthest out"}
+    states = [key for key, _, _ in _LEGEND if key in shown and key.startswith("checkpoint-")]
+    words |= {key: f"checkpoint, {key.removeprefix('checkpoint-')}" for key in states[:1]}  # the others follow it
     return [{"key": k, "words": words.get(k, w), "glyph": g} for k, w, g in _LEGEND if k in shown]
 
 

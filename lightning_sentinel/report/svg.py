@@ -13,7 +13,7 @@ from html import escape
 
 import numpy as np
 
-from .chart import LANES, Band, Chart, LaneRow, Line, Mark, lay_out, place, si
+from .chart import LANES, Band, Chart, LaneRow, Line, Mark, lay_out, place, si, switch
 
 ROW = 20
 
@@ -44,6 +44,7 @@ NARROW = Sheet("narrow", 480, 98, 10, 4)  # for a phone: the same words at the s
 # Kind of a mark: glyph and CSS class of its colour.
 _GLYPHS = {
     "fault": ("triangle-down", "purple"),
+    "rollback": ("arrow", "blue"),
     "retry_step": ("ring", "blue"),
     "skip_step": ("cross", "blue"),
     "quarantine": ("square-open", "blue"),
@@ -54,8 +55,8 @@ _GLYPHS = {
     "candidate": ("triangle-open", "grey"),
     "known_good": ("triangle", "green"),
     "poisoned": ("cross", "red"),
-    "failed": ("cross", "orange"),
-    "removed": ("triangle-open", "faint"),
+    "failed": ("square-open", "orange"),
+    "removed": ("minus", "grey"),
     "overflow": ("cross", "orange"),
     "backoff": ("triangle-down-open", "orange"),
     "growth": ("triangle-open", "orange"),
@@ -74,6 +75,8 @@ _SHAPES = {
     "triangle-down": "M0,6L6,-5L-6,-5Z",
     "triangle-down-open": "M0,6L6,-5L-6,-5Z",
     "cross": "M-5,-5L5,5M5,-5L-5,5",
+    "arrow": "M-7,0L1,-5V-1H7V1H1V5Z",
+    "minus": "M-6,0L6,0",
     "plus": "M0,-6L0,6M-6,0L6,0",
     "square": "M-5,-5H5V5H-5Z",
     "square-open": "M-5,-5H5V5H-5Z",
@@ -116,6 +119,13 @@ class _Axis:
             pen_down = True
         return "".join(parts)
 
+    def alone(self, line: Line) -> list[tuple[float, float]]:
+        """Where values stand between gaps, so that :meth:`path` draws nothing of them."""
+        drawn = np.isfinite(line.y) & ((line.y > 0) if self.log else True)
+        padded = np.concatenate([[False], drawn, [False]])
+        index = np.flatnonzero(drawn & ~padded[:-2] & ~padded[2:])
+        return [(self.x(float(line.x[i])), self.y(float(line.y[i]))) for i in index]
+
     def area(self, band: Band) -> str:
         keep = np.isfinite(band.low) & np.isfinite(band.high)
         xs, lows, highs = band.x[keep].tolist(), band.low[keep].tolist(), band.high[keep].tolist()
@@ -138,19 +148,24 @@ def chart_svg(chart: Chart, description: str, sheet: Sheet = WIDE, linked: Colle
     strip_top, spans = top, [(loss.top, loss.top + loss.height)]
     for lane, (items, rows) in laid.items():
         height = ROW * rows + 6.0
-        body.append(
-            f'<g class="s-{lane}"><text class="lane" x="{left - 8}" y="{top + height / 2 + 4:.0f}">{LANES[lane]}</text>'
-        )
-        body += [_mark_svg(item, loss, top + 3 + ROW * (item.row + 0.5), linked) for item in items]
-        body.append("</g>")
+        by_switch: dict[str, list[str]] = {}
+        for item in items:
+            drawn = _mark_svg(item, loss, top + 3 + ROW * (item.row + 0.5), linked)
+            by_switch.setdefault(switch(item.mark), []).append(drawn)
+        # A lane's name goes with its marks, where one switch has them all.
+        css = f"lane s-{next(iter(by_switch))}" if len(by_switch) == 1 else "lane"
+        body.append(f'<text class="{css}" x="{left - 8}" y="{top + height / 2 + 4:.0f}">{LANES[lane]}</text>')
+        body += [f'<g class="s-{key}">{"".join(marks)}</g>' for key, marks in by_switch.items()]
         top += height
         body.append(f'<line class="rule" x1="{left}" x2="{edge}" y1="{top:.0f}" y2="{top:.0f}"/>')
     top += 16 if top > strip_top else 0
-    for title, lines, log_scale in _panels(chart):
+    for title, lines, scaled, log_scale in _panels(chart):
         top += 12  # the title's line
-        axis = _Axis(chart.x_range, _limits([line for _, line in lines], log_scale), top, 84, sheet, log_scale)
+        axis = _Axis(chart.x_range, _limits(scaled, log_scale), top, 84, sheet, log_scale)
         body += _frame(axis, "", value_ticks(axis, few=True))
-        body += [f'<path class="{css}" d="{axis.path(line)}"/>' for css, line in lines]
+        for css, line in lines:
+            body += _line(axis, css, line)
+        body += _beyond(axis, [line for css, line in lines if css == "s-abandoned"])
         # Above the frame: on the side it would be longer than the panel is high, and within it would lie on the lines.
         body.append(f'<text class="inside" text-anchor="end" x="{edge}" y="{top - 5:.0f}">{escape(title)}</text>')
         spans.append((axis.top, axis.top + axis.height))
@@ -172,23 +187,62 @@ def chart_svg(chart: Chart, description: str, sheet: Sheet = WIDE, linked: Colle
     )
 
 
-def _panels(chart: Chart) -> list[tuple[str, list[tuple[str, Line]], bool]]:
-    """Title, (CSS class, line), logarithmic."""
-    gradient = [*(("line s-abandoned", line) for line in chart.gradient[1]), ("line s-mean", chart.gradient[0])]
-    if chart.update is not None:
-        gradient.append(("line s-update", chart.update))
-    has_norms = any((np.isfinite(line.y) & (line.y > 0)).any() for _, line in gradient)
-    # The plan stays readable: an abandoned excursion of the rate may be fifty times as high, and is cut.
-    panels = (
-        [("gradient norm" + (", update (dashed)" if chart.update is not None else ""), gradient, True)]
-        if has_norms
-        else []
-    )
-    if np.isfinite(chart.rate[0].y).any():
-        panels.append(("learning rate", [("line s-mean", chart.rate[0])], False))
+def _panels(chart: Chart) -> list[tuple[str, list[tuple[str, Line]], list[Line], bool]]:
+    """Title, (CSS class, line), the lines that must fit in, logarithmic."""
+    panels = []
+    gradient = [*(("s-abandoned", line) for line in chart.gradient[1]), ("s-mean", chart.gradient[0])]
+    title = "gradient norm"
+    if chart.update is not None and _positive(chart.update):
+        gradient.append(("s-update", chart.update))
+        title += ", update (dashed)"
+    if any(_positive(line) for _, line in gradient):
+        panels.append((title, gradient, [line for _, line in gradient], True))
+    live, abandoned = chart.rate
+    if np.isfinite(live.y).any():
+        # The plan stays readable: an abandoned excursion of the rate may be fifty times as high, and is cut.
+        most = 2 * float(np.nanmax(np.where(np.isfinite(live.y), live.y, np.nan)))
+        near = [line for line in abandoned if not (np.isfinite(line.y) & (line.y > most)).any()]
+        rates = [*(("s-abandoned", line) for line in abandoned), ("s-mean", live)]
+        panels.append(("learning rate", rates, [live, *near], False))
     if chart.scale is not None:
-        panels.append(("loss scale", [("line s-scale", chart.scale)], True))
+        panels.append(("loss scale", [("s-scale", chart.scale)], [chart.scale], True))
     return panels
+
+
+def _positive(line: Line) -> bool:
+    """Whether a logarithmic axis can show anything of a line."""
+    return bool((np.isfinite(line.y) & (line.y > 0)).any())
+
+
+def _line(axis: _Axis, css: str, line: Line) -> list[str]:
+    """A line, and a dot for each value that has no neighbour to draw a line to."""
+    path = axis.path(line)
+    name = css.partition(" ")[0]
+    return [
+        *([f'<path class="line {css}" d="{path}"/>'] if "L" in path else []),
+        *(f'<circle class="point {name}" cx="{x:.1f}" cy="{y:.1f}" r="2.2"/>' for x, y in axis.alone(line)[:300]),
+    ]
+
+
+def _beyond(axis: _Axis, lines: Sequence[Line]) -> list[str]:
+    """For each line that leaves the panel at the top an arrowhead there, with the value it goes up to."""
+    parts, free = [], -math.inf
+    for line in lines[:100]:
+        heights = np.where(np.isfinite(line.y), line.y, -np.inf)
+        highest = int(np.argmax(heights)) if heights.size else 0
+        if not heights.size or not heights[highest] > axis.y_range[1]:
+            continue
+        x, value, words = axis.x(float(line.x[highest])), float(heights[highest]), ""
+        if abs(x - free) >= 70:
+            free = x
+            side = ("end", x - 9) if x + 60 > axis.sheet.edge else ("start", x + 9)
+            place_at = f'text-anchor="{side[0]}" x="{side[1]:.1f}" y="{axis.top + 12:.1f}"'
+            words = f'<text class="label" {place_at}>up to {value:.2g}</text>'
+        parts.append(
+            f'<g class="s-abandoned"><title>beyond the panel, up to {value:.3g}</title>'
+            f'<path class="fill grey" d="M{x:.1f},{axis.top + 1:.1f}l5,9h-10Z"/>{words}</g>'
+        )
+    return parts
 
 
 def _limits(lines: Sequence[Line], log_scale: bool) -> tuple[float, float]:
@@ -231,12 +285,12 @@ def _step_ticks(chart: Chart, axis: _Axis) -> list[str]:
 
 
 def _loss_lines(chart: Chart, axis: _Axis) -> list[str]:
-    parts = [f'<path class="line s-abandoned" d="{axis.path(line)}"/>' for line in chart.abandoned]
+    parts = [part for line in chart.abandoned for part in _line(axis, "s-abandoned", line)]
     if chart.band is not None:
         parts.append(f'<path class="s-band" d="{axis.area(chart.band)}"/>')
     if chart.worst is not None:
-        parts.append(f'<path class="line s-worst" d="{axis.path(chart.worst[1])}"/>')
-    parts.append(f'<path class="line s-mean strong" d="{axis.path(chart.mean)}"/>')
+        parts += _line(axis, "s-worst", chart.worst[1])
+    parts += _line(axis, "s-mean strong", chart.mean)
     for x in chart.nonfinite.tolist()[:500]:
         parts.append(
             f'<g class="s-nonfinite" transform="translate({axis.x(x):.1f},{axis.top + 9:.0f})"><title>loss not finite at'
@@ -309,11 +363,14 @@ def _mark_svg(item: LaneRow, axis: _Axis, y: float, linked: Collection[int] | No
 
 
 def _paint(glyph: str) -> str:
-    return "stroke" if glyph.endswith("-open") or glyph in ("cross", "plus", "bar", "ring") else "fill"
+    return "stroke" if glyph.endswith("-open") or glyph in ("cross", "plus", "minus", "bar", "ring") else "fill"
 
 
 def glyph_svg(kind: str) -> str:
-    """A mark's glyph alone, for tables and the legend."""
+    """A mark's glyph alone, for tables and the legend; of an ``incident`` both of its shapes."""
+    if kind == "incident":
+        both = '<rect class="fill red" x="-8" y="-4" width="7" height="8"/><circle class="fill green" cx="4" r="4"/>'
+        return f'<svg class="glyph" viewBox="-8 -8 16 16" aria-hidden="true">{both}</svg>'
     glyph, css = _GLYPHS.get(kind, ("diamond", "grey"))
     path = f'<path class="{_paint(glyph)} {css}" d="{_SHAPES[glyph]}"/>'
     return f'<svg class="glyph" viewBox="-8 -8 16 16" aria-hidden="true">{path}</svg>'

@@ -152,9 +152,10 @@ class Browser:
         path.write_bytes(base64.b64decode(told["data"]))
         return path
 
-    def print(self, path: Path) -> Path:
-        """The page as it is printed, A4, as PDF."""
-        told = self.call("Page.printToPDF", paperWidth=8.27, paperHeight=11.69, printBackground=False)
+    def print(self, path: Path, inches: tuple[float, float] = (8.27, 11.69), *, backgrounds: bool = False) -> Path:
+        """The page as it is printed on a sheet of ``inches`` (A4), as PDF."""
+        width, height = inches
+        told = self.call("Page.printToPDF", paperWidth=width, paperHeight=height, printBackground=backgrounds)
         path.write_bytes(base64.b64decode(told["data"]))
         return path
 

@@ -22,24 +22,24 @@ pytestmark = [
 
 WIDE, NARROW = 1300, 430
 PER_STEP = 4 * TOKENS_PER_STEP
-# What each lane shows and at which step it stands; a step stands at the tokens that have been processed when it is done.
+# What each switch shows or hides, and at which step: a step stands at the tokens that have been processed when it is done.
 MARKS = {
     "fault": [("fault bad_rank at step 120", 120)],
     "incident": [("incident 1, steps 120 to 149", 120), ("incident 2, steps 270", 270), ("incident 3, steps 300", 300)],
-    "action": [("rollback from step 123", 123), ("skip step at step 270", 270), ("reduce rate at step 319", 319)],
-    "checkpoint": [
+    "rollback": [("rollback from step 123", 123)],
+    "action": [("skip step at step 270", 270), ("reduce rate at step 319", 319)],
+    "checkpoint-known-good": [
         ("checkpoint of step 100: known-good", 100),
         ("checkpoint of step 200: known-good", 200),
-        ("checkpoint of step 310: poisoned", 310),
-        ("checkpoint of step 320: candidate", 320),
     ],
+    "checkpoint-candidate": [("checkpoint of step 320: candidate", 320)],
+    "checkpoint-poisoned": [("checkpoint of step 310: poisoned", 310)],
     "scaler": [("overflow at step 180: 65536.0 to 32768.0", 180)],
-    "run": [
-        ("node 1: 2 uncorrectable errors on device 0", 150),
-        ("restart at step 200", 200),
-        ("4 to 2 ranks at step 200", 200),
-    ],
-    "schedule": [("mixture at step 170: prose 0.5, code 0.5", 170), ("learning rate 0.003 → 0.0015 at step 240", 240)],
+    "restart": [("restart at step 200", 200)],
+    "topology": [("4 to 2 ranks at step 200", 200)],
+    "machines": [("node 1: 2 uncorrectable errors on device 0", 150)],
+    "rate": [("learning rate 0.003 → 0.0015 at step 240", 240)],
+    "mixture": [("mixture at step 170: prose 0.5, code 0.5", 170)],
     "experiment": [("experiment from step 260: higher dropout", 260), ("reduced rate from step 320 for good", 320)],
 }
 # Everything the legend can switch off on this page.
@@ -174,8 +174,8 @@ def test_every_mark_stands_at_its_tokens(browser: Browser, night: Any, width: in
     ticks = [(float(t.rstrip("kM")) * scale.get(t[-1], 1), x) for t, x in places["ticks"]]
     assert len(ticks) >= 2
     slope, start = np.polyfit(*zip(*ticks, strict=True), 1)
-    for lane, expected in MARKS.items():
-        found = {title: x for where, title, x in places["marks"] if where == lane}
+    for key, expected in MARKS.items():
+        found = {title: x for where, title, x in places["marks"] if where == key}
         assert len(found) == len(expected), found
         for words, step in expected:
             [x] = [x for title, x in found.items() if title.startswith(words)]
@@ -195,9 +195,9 @@ def test_the_legend_hides_and_shows(browser: Browser, night: Any) -> None:
         browser.click(f"label[for=show-{key}]")
     assert {key: browser.evaluate(SHOWN.format(key=key)) for key in SWITCHES} == before
     # By the keyboard, too.
-    browser.evaluate("document.querySelector('#show-checkpoint').focus()")
+    browser.evaluate("document.querySelector('#show-checkpoint-poisoned').focus()")
     browser.press(" ", "Space")
-    assert not any(browser.evaluate(SHOWN.format(key="checkpoint")))
+    assert not any(browser.evaluate(SHOWN.format(key="checkpoint-poisoned")))
 
 
 def test_links_lead_somewhere(browser: Browser, night: Any) -> None:
@@ -240,10 +240,13 @@ def test_pictures_have_words_for_those_who_do_not_see_them(browser: Browser, nig
     assert all(boxes)
 
 
-def test_the_page_on_paper(browser: Browser, night: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("inches", "backgrounds"), [((8.27, 11.69), False), ((8.5, 11.0), True)], ids=["a4", "letter"])
+def test_the_page_on_paper(
+    browser: Browser, night: Any, tmp_path: Path, inches: tuple[float, float], backgrounds: bool
+) -> None:
     pypdfium2 = pytest.importorskip("pypdfium2", reason="pip install 'lightning-sentinel[dev]'")
     browser.open(night[0], width=NARROW, dark=True)  # whatever the screen is like, paper is white and wide
-    document = pypdfium2.PdfDocument(browser.print(tmp_path / "page.pdf"))
+    document = pypdfium2.PdfDocument(browser.print(tmp_path / "page.pdf", inches, backgrounds=backgrounds))
     try:
         assert 3 <= len(document) <= 8
         texts = [re.sub(r"\s+", " ", page.get_textpage().get_text_range()) for page in document]
@@ -259,8 +262,16 @@ def test_the_page_on_paper(browser: Browser, night: Any, tmp_path: Path) -> None
         "Next: Look at open incident 3",
         "Loss against tokens",
         "bad rank",
+        # What nothing but the key explains.
+        "mean loss, the path that counts",
+        "all ranks, lowest to highest",
+        "rank 2, the furthest out",
+        "checkpoint, known-good",
+        "poisoned",
     ):
         assert words in texts[0]
+    used = np.flatnonzero((shown[0] < 200).any(axis=(1, 2)))
+    assert used[-1] > 0.75 * len(shown[0])  # the chart is on it, not only its heading
     whole = " ".join(texts)
     for n, kind in ((1, "rank outlier"), (2, "spike"), (3, "level shift")):
         assert f"Incident {n}: {kind}" in whole
@@ -274,6 +285,14 @@ def test_the_page_on_paper(browser: Browser, night: Any, tmp_path: Path) -> None
     ):
         assert words in whole
     assert "Show or hide" not in whole  # nothing can be clicked on paper
+    browser.call("Emulation.setEmulatedMedia", media="print")
+    try:
+        badges = "[...document.querySelectorAll('.badge')].map(e => getComputedStyle(e).backgroundColor)"
+        assert set(browser.evaluate(badges)) == {"rgba(0, 0, 0, 0)"}
+        ratio, text = browser.evaluate(CONTRAST)
+        assert ratio >= 4.5, text
+    finally:
+        browser.call("Emulation.setEmulatedMedia", media="")
 
 
 def test_the_page_of_one_process(browser: Browser, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -374,7 +375,10 @@ def test_a_run_that_needs_somebody_is_red_though_it_finished(
     [
         (
             bad_rank,
-            {"gradient norm, update (dashed)": ["s-abandoned", "s-mean", "s-update"], "learning rate": ["s-mean"]},
+            {
+                "gradient norm, update (dashed)": ["s-abandoned", "s-mean", "s-update"],
+                "learning rate": ["s-abandoned", "s-mean"],
+            },
         ),
         (
             fp16_run,
@@ -414,6 +418,124 @@ def test_below_the_loss_each_panel_has_its_title_and_lines_on_the_same_axis(
             assert sorted(drawn) == lines[title]
             for css in set(drawn) & {"s-mean", "s-scale"}:
                 assert drawn[css] == (sheet.left, sheet.edge)  # from the run's first token to its last, as the loss
+
+
+def test_an_abandoned_rate_far_above_the_plan_is_cut_and_its_height_told(parade_dir: Path) -> None:
+    data = load_run(parade_dir)
+    chart = build_chart(data, summarise(data))
+    spike = max(chart.rate[1], key=lambda line: float(np.nanmax(line.y)))
+    assert np.nanmax(spike.y) > 20 * np.nanmax(chart.rate[0].y)
+    for sheet in (WIDE, NARROW):
+        svg = chart_svg(chart, "words", sheet)
+        [(title, x, y, words)] = re.findall(
+            r'<g class="s-abandoned"><title>([^<]*)</title><path class="fill grey" d="M([\d.]+),([\d.]+)[^>]*>'
+            r"<text[^>]*>([^<]*)</text></g>",
+            svg,
+        )
+        assert (title, words) == (
+            f"beyond the panel, up to {np.nanmax(spike.y):.3g}",
+            f"up to {np.nanmax(spike.y):.2g}",
+        )
+        low, high = chart.x_range
+        at = sheet.left + (spike.x[np.nanargmax(spike.y)] - low) / (high - low) * sheet.inner
+        assert float(x) == pytest.approx(at, abs=0.06)
+        frames = re.findall(r'<rect class="frame" x="\S+" y="(\S+)" width="\S+" height="(\S+)"', svg)
+        top = float(frames[2][0])  # of the learning rate, below loss and gradient
+        assert float(y) == top + 1
+        ticks = re.findall(r'<text class="tick" text-anchor="end"[^>]*>(0\.\d+)<', svg)
+        assert "0.002" in ticks  # the plan has the panel
+
+
+def test_a_measurement_repeated_after_a_rollback_counts_where_its_step_is_made_again(tmp_path: Path) -> None:
+    """Measured at every tenth step, each value journalled until the next: the one of step 50 first on a pass that is left."""
+    run = MadeRun(tmp_path)
+    run.begin()
+    norms, newest = {0: 0.5, 10: 0.4, 50: 0.3}, float("nan")
+    write = run.write
+
+    def with_norms(event: str, **fields: Any) -> None:
+        nonlocal newest
+        if event == "step":
+            newest = norms.get(fields["step"], newest)
+            fields["update_norm"] = newest
+        write(event, **fields)
+
+    run.write = with_norms  # type: ignore[method-assign]
+    run.run(55)
+    incident = run.incident(1, FindingKind.SPIKE, verdict=data_verdict("prose/1"))
+    run.back_to(40, incident)
+    run.run(30)
+    run.end()
+    data = load_run(tmp_path)
+    chart = build_chart(data, summarise(data))
+    assert chart.update is not None
+    told = [(round(x / run.tokens_per_step) - 1, y) for x, y in zip(chart.update.x, chart.update.y, strict=True)]
+    assert told == [(0, 0.5), (10, 0.4), (50, 0.3)]
+
+
+@pytest.mark.parametrize(("norm", "dots"), [(0.3, 1), (float("nan"), 0)])
+def test_a_single_measurement_is_a_dot_and_none_is_not_announced(tmp_path: Path, norm: float, dots: int) -> None:
+    run = MadeRun(tmp_path)
+    run.begin()
+    write = run.write
+    run.write = lambda event, **fields: write(  # type: ignore[method-assign]
+        event, **(fields | {"update_norm": norm} if event == "step" else fields)
+    )
+    run.run(30)
+    run.end()
+    data = load_run(tmp_path)
+    svg = chart_svg(build_chart(data, summarise(data)), "words")
+    assert svg.count('<circle class="point s-update"') == dots
+    assert svg.count('<path class="line s-update"') == 0
+    assert (">gradient norm, update (dashed)<" in svg) == (dots == 1)
+    assert (">gradient norm<" in svg) == (dots == 0)
+
+
+def test_the_states_of_checkpoints_differ_in_shape_and_stand_out(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.begin()
+    states = ("saved", "known_good", "poisoned", "removed", "failed")
+    for n, state in enumerate(states):
+        run.run(20)
+        run.checkpoint(step=20 * n)
+        if state != "saved":
+            run.checkpoint(state, step=20 * n)
+    run.end()
+    data = load_run(tmp_path)
+    page = render_html(data, summarise(data))
+    keys = re.findall(
+        r'<label for="show-checkpoint-([a-z-]*)">.*?<path class="([a-z ]*)" d="([^"]*)".*?</svg>([^<]*)<', page
+    )
+    assert [(key, words) for key, _, _, words in keys] == [
+        ("known-good", "checkpoint, known-good"),
+        ("candidate", "candidate"),
+        ("poisoned", "poisoned"),
+        ("failed", "failed"),
+        ("removed", "removed"),
+    ]
+    assert len({(css.split()[0], path) for _, css, path, _ in keys}) == 5
+    themes = [dict(re.findall(r"--(\w+): (#\w{6})", block)) for block in re.findall(r":root \{([^}]*)\}", page)]
+    assert len(themes) == 2
+    for theme in themes:
+        for _, css, _, _ in keys:
+            assert contrast(theme[css.split()[1]], theme["page"]) >= 3  # what WCAG 2 asks of graphics
+    for key, _, path, _ in keys:
+        assert (
+            len(re.findall(rf'<g class="s-checkpoint-{key}"><g [^>]*><title>[^<]*</title><path [^>]*"{path}"', page))
+            == 2
+        )
+
+
+def contrast(a: str, b: str) -> float:
+    """Of two colours ``#rrggbb``, as WCAG 2 defines it."""
+
+    def light(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        red, green, blue = [v / 12.92 if v <= 0.03928 else ((v + 0.055) / 1.055) ** 2.4 for v in parts]
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    high, low = sorted((light(a), light(b)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
 
 
 def test_what_the_page_leaves_out_is_counted(tmp_path: Path) -> None:
