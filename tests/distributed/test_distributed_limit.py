@@ -63,11 +63,14 @@ def unlimited(module: str, source: str, good: set[tuple[str, str]]) -> list[int]
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
+    # A program in strings may be put together from several: one of them has to give it the limit.
+    strings = [n.value for s, _ in statements for n in ast.walk(s) if isinstance(n, ast.Constant)]
+    in_words = any(isinstance(value, str) and LIMITS.search(value) for value in strings)
     for statement, text in statements:
         if LIMITS.search(text):
             continue
         for node in ast.walk(statement):
-            if not starts_ranks(node):
+            if not starts_ranks(node) or (isinstance(node, ast.Constant) and in_words):
                 continue
             called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
             if imported.get(called, (module, called)) not in good:
@@ -110,6 +113,7 @@ KIT = {
         ("PROGRAM = '''\nL.Trainer(devices=2)\n'''", [1]),
         ("def f():\n    run('trainer.devices=2')\n    run('trainer=ddp')", [2, 3]),
         ("def f():\n    run('trainer.devices=1')", []),
+        ("A = 'CollectiveLimit()'\nB = 'L.Trainer(devices=2)'\nL.Trainer(devices=3)", [3]),
     ],
 )
 def test_what_is_found(source: str, lines: list[int]) -> None:
