@@ -10,8 +10,9 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 LIMITS = re.compile(r"\b(CollectiveLimit|limited|limit_groups)\b")
-# What a command line or a program in a string says for several ranks.
-IN_WORDS = re.compile(r"devices[\"']?\s*[=:]\s*[\"']?([2-9]|1\d)|trainer=dd[p]")
+# What a command line or a program in a string says for several ranks; `--devices=` is an option of the tests' own scripts,
+# which are looked at themselves.
+IN_WORDS = re.compile(r"(?<!--)devices[\"']?\s*[=:]\s*[\"']?([2-9]|1\d)|trainer=dd[p]")
 # Calls init_process_group where there is no launcher, to see that nothing is done.
 STARTS_NOBODY = {"test_distributed_meeting"}
 
@@ -112,7 +113,7 @@ KIT = {
         ("def f():\n    dist.init_process_group('gloo')\n    limit_groups()", []),
         ("PROGRAM = '''\nL.Trainer(devices=2)\n'''", [1]),
         ("def f():\n    run('trainer.devices=2')\n    run('trainer=ddp')", [2, 3]),
-        ("def f():\n    run('trainer.devices=1')", []),
+        ("def f():\n    run('trainer.devices=1')\n    run('--devices=4')", []),
         ("A = 'CollectiveLimit()'\nB = 'L.Trainer(devices=2)'\nL.Trainer(devices=3)", [3]),
     ],
 )
