@@ -40,6 +40,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from .journal_shape import what_is_wrong
 from .limits import check_limits
 
 SCHEMA = 1
@@ -157,7 +158,10 @@ def number(value: Any) -> float:
     if isinstance(value, bool) or value is None:
         return math.nan
     if isinstance(value, (int, float)):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:  # a whole number of more than 308 digits
+            return math.inf if value > 0 else -math.inf
     return {"inf": math.inf, "-inf": -math.inf}.get(value, math.nan) if isinstance(value, str) else math.nan
 
 
@@ -545,7 +549,10 @@ def _json(raw: bytes) -> Any:
 
 
 def parse_line(raw: bytes) -> dict[str, Any]:
-    """One line as an event; raises ValueError with the reason if it is none."""
+    """One line as an event; raises ValueError with the reason if it is none.
+
+    What an event must hold is said in :mod:`lightning_sentinel.journal_shape`.
+    """
     try:
         event = _json(raw)
     except (ValueError, RecursionError) as error:
@@ -554,7 +561,17 @@ def parse_line(raw: bytes) -> dict[str, Any]:
         raise ValueError('is not an event: an object with "schema" and "event" was expected')
     if not isinstance(event.get("schema"), int) or not 1 <= event["schema"] <= SCHEMA:
         raise ValueError(f"has schema {event.get('schema')!r}, this version reads up to {SCHEMA}; upgrade to read it")
-    return event
+    wrong = what_is_wrong(event)
+    if wrong is not None:
+        raise ValueError(wrong)
+    # Half of a surrogate pair is no text: it can neither be printed nor written to a page.
+    return event if b"\\ud" not in raw and b"\\uD" not in raw else _whole_text(event)
+
+
+def _whole_text(event: dict[str, Any]) -> dict[str, Any]:
+    """The event with a question mark for each half of a surrogate pair whose other half is missing."""
+    whole: dict[str, Any] = json.loads(json.dumps(event, ensure_ascii=False).encode("utf-8", "replace"))
+    return whole
 
 
 def iter_file(

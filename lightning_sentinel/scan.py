@@ -478,9 +478,9 @@ class LogReader:
                 yield Row(
                     i,
                     int(event["step"]),
-                    number(event["loss"]),
-                    number(event["grad_norm"]),
-                    number(event["loss_scale"]),
+                    number(event.get("loss")),
+                    number(event.get("grad_norm")),
+                    number(event.get("loss_scale")),
                 )
         self.problems += [Problem(p.line, p.reason) for p in problems]
 

@@ -59,7 +59,9 @@ def _take(found: Recorded, event: dict[str, Any], step: int, attempt: int | None
         if attempt in (None, key[0]) and step <= key[1] < step + steps:
             found.steps[key[1]] = event
         if event.get("batch_idx") == at_batch and key[1] < step:
-            found.earlier_epochs[int(event["epoch"])] = list(event.get("sample_ids") or [])
+            epoch, ids = event.get("epoch"), event.get("sample_ids")
+            if type(epoch) is int and (ids is None or isinstance(ids, list)):
+                found.earlier_epochs[epoch] = list(ids or [])
     elif name == "lr.changed":
         found.rate_changes.add(int(event["step"]))
     elif name.startswith("experiment."):

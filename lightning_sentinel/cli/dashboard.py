@@ -59,7 +59,8 @@ class Dashboard:
         elif name.startswith("action."):
             self.last_action = f"{name.removeprefix('action.').replace('_', ' ')} at step {event['step']:,}"
         elif name == "checkpoint.known_good":
-            self.known_good = f"step {event.get('checkpoint_step', event['step']):,}"
+            step = event.get("checkpoint_step")
+            self.known_good = f"step {event['step'] if step is None else step:,}"
         if name not in SMALL:
             self.lines.append(event_line(event))
 

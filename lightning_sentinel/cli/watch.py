@@ -53,6 +53,9 @@ def run(options: argparse.Namespace) -> int:
             for event in follower.poll():
                 screen.show(event)
                 newest = float(event["time"])
+            for problem in follower.problems:
+                print(f"lightning-sentinel: {problem}", file=sys.stderr)
+            follower.problems.clear()
             if newest is not None:
                 screen.note_silence(time.time() - newest)
             screen.refresh()
@@ -191,9 +194,11 @@ def _values(event: Mapping[str, Any]) -> str:
 
 def _brief(value: Any) -> str:
     """A value in a few characters; nothing for what is empty, unknown or a table."""
+    from ..journal import number
+
     if isinstance(value, Mapping):
         numbers = all(isinstance(v, int | float) for v in value.values())
-        return ", ".join(f"{k} {v:.3g}" for k, v in value.items()) if numbers and len(value) <= 6 else ""
+        return ", ".join(f"{k} {number(v):.3g}" for k, v in value.items()) if numbers and len(value) <= 6 else ""
     if value is None or (isinstance(value, list | str) and not value):
         return ""
     if isinstance(value, list):

@@ -46,6 +46,8 @@ COLUMNS = (
 )
 # Rows of the heat map.
 MAX_RANKS = 64
+# No run has more ranks than this many digits can name.
+_RANK_DIGITS = 9
 # What NumPy turns into the right number; None becomes NaN.
 _PLAIN = frozenset((float, int, type(None)))
 # Written by each rank for itself; everything else is alike on all ranks and read from the lowest one.
@@ -210,7 +212,9 @@ class _Builder:
         if isinstance(losses, list):
             self.rank_losses[len(self.rows)] = losses
         elif isinstance(outliers, Mapping):
-            self.outliers[len(self.rows)] = {int(r): number(v) for r, v in outliers.items() if str(r).isdecimal()}
+            self.outliers[len(self.rows)] = {
+                int(r): number(v) for r, v in outliers.items() if str(r).isdecimal() and len(str(r)) <= _RANK_DIGITS
+            }
         self.worlds.append(len(losses) if isinstance(losses, list) else self.world)
         self.heads.append((event["step"], event["attempt"], event["tokens"], bool(event.get("applied", True))))
         self.rows.append((*map(event.get, COLUMNS), rates))
@@ -288,7 +292,10 @@ def numbers(values: Sequence[Any]) -> FloatArray:
     """
     # NumPy alone would take a truth value for 1 and "2" for 2.
     if _PLAIN.issuperset(map(type, values)):
-        return np.array(values, dtype=np.float64)
+        try:
+            return np.array(values, dtype=np.float64)
+        except OverflowError:  # a whole number of more than 308 digits
+            pass
     return np.array([number(value) for value in values], dtype=np.float64)
 
 

@@ -202,15 +202,14 @@ def incident_row(incident: Mapping[str, Any], run: RunData) -> dict[str, Any]:
         [n.removeprefix("sample:") for e in [*rollbacks, *skips] for n in sample_list(e, "excluded")],
         [n for e in skips for n in sample_list(e, "sample")],
     )
-    opened = int(incident.get("opened_step", -1))
-    attempt = int(incident.get("attempt", 0))
+    opened, attempt = incident.get("opened_step"), incident.get("attempt")
     return {
         "number": number_,
         "status": str(incident.get("status", "open")),
         "since_step": incident.get("since_step"),
-        "opened_step": opened,
+        "opened_step": -1 if opened is None else int(opened),
         "closed_step": incident.get("closed_step"),
-        "attempt": attempt,
+        "attempt": 0 if attempt is None else int(attempt),
         "tokens": incident.get("tokens"),
         "detector": first.get("detector"),
         "kinds": sorted({str(f.get("kind")) for f in findings}),
@@ -283,7 +282,8 @@ def checkpoint_rows(run: RunData) -> list[dict[str, Any]]:
         state = event["event"].removeprefix("checkpoint.")
         if state not in ("saved", "known_good", "poisoned", "removed", "failed"):
             continue
-        step = int(event.get("checkpoint_step", event.get("event_step", event["step"])))
+        told = (event.get("checkpoint_step"), event.get("event_step"), event["step"])
+        step = next(int(s) for s in told if s is not None)
         # Passes over a step may each have saved one; their folders differ.
         key = (step, Path(str(event.get("path", ""))).name)
         row = rows.setdefault(key, {"step": step, "path": None, "sha256": None, "tokens": event["tokens"]})

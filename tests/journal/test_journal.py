@@ -290,10 +290,10 @@ def test_a_follower_sees_every_event_once_across_files_and_unfinished_lines(tmp_
     path = journal_files(tmp_path)[-1]
     journal.close()
     with path.open("ab") as file:
-        file.write(b'{"schema": 1, "event": "half", ')
+        file.write(b'{"schema": 1, "time": 5.0, "rank": 0, "attempt": 0, "event": "half", ')
     assert follower.poll() == []
     with path.open("ab") as file:
-        file.write(b'"step": 9}\n')
+        file.write(b'"tokens": 0, "step": 9}\n')
     assert [e["step"] for e in follower.poll()] == [9]
 
 
