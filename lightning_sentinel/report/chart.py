@@ -457,19 +457,41 @@ def _experiment_marks(run: RunData) -> list[Mark]:
     """From where on the run is no longer what was planned: an answer of the suite, or a person's note."""
     marks = []
     for event in run.of("experiment.started"):
-        step, until = event["step"], event.get("until")
-        words = EXPERIMENT_WORDS.get(str(event.get("kind")), str(event.get("kind") or "experiment"))
-        detail = f"{words} from step {step}" + (f" until step {until}" if isinstance(until, int) else " for good")
-        if event.get("factor") is not None:
-            detail += f", factor {_short(event['factor'])}"
-        if event.get("experiment"):
-            detail += f"; this is experiment {event['experiment']}"
+        until = event.get("until")
         end = run.steps.tokens_at(until) if isinstance(until, int) else None
-        marks.append(Mark("experiment", "experiment", _at(run, event), step, words, detail, end))
+        words = _experiment_name(event)
+        marks.append(
+            Mark("experiment", "experiment", _at(run, event), event["step"], words, experiment_words(event), end)
+        )
     for event in filter(is_experiment, run.of("infra.event")):
-        detail = f"experiment from step {event['step']}: {event.get('text', '')}"
-        marks.append(Mark("experiment", "experiment", _at(run, event), event["step"], "experiment", detail))
+        words = experiment_words(event)
+        marks.append(Mark("experiment", "experiment", _at(run, event), event["step"], "experiment", words))
     return marks
+
+
+def _experiment_name(event: Mapping[str, Any]) -> str:
+    return EXPERIMENT_WORDS.get(str(event.get("kind")), str(event.get("kind") or "experiment"))
+
+
+def experiment_words(event: Mapping[str, Any]) -> str:
+    """In a sentence from where on, and until when, the run is not what was planned.
+
+    Example:
+        >>> experiment_words({"event": "experiment.started", "step": 9, "kind": "reduce_lr", "until": None, "factor": 0.5})
+        'reduced rate from step 9 for good, factor 0.5'
+    """
+    step, until = event["step"], event.get("until")
+    if event["event"] == "infra.event":
+        return f"experiment from step {step}: {event.get('text') or event.get('message') or ''}"
+    if event["event"] == "experiment.ended":
+        return f"{_experiment_name(event)} ended at step {step}"
+    words = f"{_experiment_name(event)} from step {step}"
+    words += f" until step {until}" if isinstance(until, int) else " for good"
+    if event.get("factor") is not None:
+        words += f", factor {_short(event['factor'])}"
+    if event.get("experiment"):
+        words += f"; this is experiment {event['experiment']}"
+    return words
 
 
 def _short(value: Any) -> str:

@@ -112,6 +112,7 @@ class RunData:
         ranks: Ranks that have a journal.
         problems: Lines that could not be read.
         last_time: Time of the newest line, seconds since the epoch; NaN for an empty journal.
+        last_step_time: That of the newest step line; NaN where there is none.
     """
 
     steps: Steps
@@ -119,6 +120,7 @@ class RunData:
     ranks: list[int] = field(default_factory=list)
     problems: list[JournalProblem] = field(default_factory=list)
     last_time: float = float("nan")
+    last_step_time: float = float("nan")
     run_dir: Path | None = None
 
     def of(self, *prefixes: str) -> list[dict[str, Any]]:
@@ -175,7 +177,7 @@ class _Builder:
         self.ranks: set[int] = set()
         self.events: list[dict[str, Any]] = []
         self.others: list[dict[str, Any]] = []
-        self.last_time = float("nan")
+        self.last_time = self.last_step_time = float("nan")
         self.rows: list[tuple[Any, ...]] = []
         self.heads: list[tuple[int, int, int, bool]] = []
         self.rank_losses: dict[int, list[Any]] = {}
@@ -195,6 +197,7 @@ class _Builder:
         if event["event"] == "step":
             if rank == self.lowest:
                 self._add_step(event)
+                self.last_step_time = time
         elif rank == self.lowest:
             if event["event"] == "run.started" and isinstance(event.get("world_size"), int):
                 self.world = event["world_size"]
@@ -242,7 +245,8 @@ class _Builder:
             events = sorted(
                 [*events, *(e for e in self.others if _identity(e) not in seen)], key=lambda e: number(e.get("time"))
             )
-        return RunData(steps=steps, events=events, ranks=sorted(self.ranks), last_time=self.last_time)
+        times = {"last_time": self.last_time, "last_step_time": self.last_step_time}
+        return RunData(steps=steps, events=events, ranks=sorted(self.ranks), **times)
 
     def _add_ranks(self, steps: Steps) -> None:
         """The matrix of rank and loss: every rank where the lines hold them all, else those that were ever furthest out."""

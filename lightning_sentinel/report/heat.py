@@ -31,6 +31,7 @@ class HeatMap:
         world_size: Number of ranks.
         worst: Ranks that were the worst more often than chance allows, as :func:`often_worst` tells.
         seconds: Where the time of a step goes and which rank is slow, in sentences; empty where the journal does not tell.
+        gaps: Whether the loss of a rank is not known for a stretch of time, in which the rank may not have been there.
     """
 
     svg: tuple[str, ...]
@@ -40,6 +41,7 @@ class HeatMap:
     world_size: int
     worst: list[tuple[int, float, float]]
     seconds: str = ""
+    gaps: bool = False
 
 
 def heat_map(
@@ -62,6 +64,10 @@ def heat_map(
     starts = np.unique(np.linspace(0, len(excess), min(columns, len(excess)) + 1).astype(np.int64)[:-1])
     cells = np.maximum.reduceat(excess, starts, axis=0).T
     broken = np.logical_or.reduceat(known & ~np.isfinite(losses), starts, axis=0).T
+    # Of many ranks the lines hold those furthest out: of one that is there and not among them it is known that it is not.
+    steps_worlds = np.where(steps.worlds > 0, steps.worlds, np.iinfo(np.int64).max)[:, None]
+    untold = ~known & ((steps.ranks >= steps_worlds) | ~np.isfinite(steps["loss_median"])[:, None])
+    gone = np.logical_and.reduceat(untold, starts, axis=0).T
     # Full colour is reached at an excess that healthy noise does not reach, or at the largest one.
     noise = float(np.quantile(excess, 0.99)) if excess.size else 0.0
     full = max(float(min(cells.max(), max(1.0, 10 * noise))), 1e-9)
@@ -71,11 +77,16 @@ def heat_map(
     if broken.any():
         ranks = ", ".join(str(r) for r in steps.ranks[broken.any(axis=1)][:8])
         text += f"; not finite at times: rank {ranks}"
+    if gone.any():
+        ranks = [str(r) for r in steps.ranks[gone.any(axis=1)]]
+        more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+        text += f"; not there or not known at times: rank {', '.join(ranks[:8])}{more}"
     worst = often_worst(steps)
-    image = _png(_shade(cells / full, broken))
+    image = _png(_shade(cells / full, broken, gone))
     labelled = sorted({*named, rank, *(r for r, _, _ in worst)})
-    pictures = tuple(_picture(steps, starts, image, labelled, text, sheet) for sheet in sheets)
-    return HeatMap(pictures, text, full, len(cells), max(steps.world_size, len(cells)), worst, seconds_words(steps))
+    pictures = tuple(_picture(steps, starts, image, gone, labelled, text, sheet) for sheet in sheets)
+    world_size, seconds = max(steps.world_size, len(cells)), seconds_words(steps)
+    return HeatMap(pictures, text, full, len(cells), world_size, worst, seconds, bool(gone.any()))
 
 
 def seconds_words(steps: Steps) -> str:
@@ -124,7 +135,9 @@ def often_worst(steps: Steps, column: str = "worst_rank") -> list[tuple[int, flo
     return sorted(found, key=lambda row: -row[1])[:5]
 
 
-def _picture(steps: Steps, starts: np.ndarray, image: str, labelled: list[int], text: str, sheet: Sheet) -> str:
+def _picture(
+    steps: Steps, starts: np.ndarray, image: str, gone: np.ndarray, labelled: list[int], text: str, sheet: Sheet
+) -> str:
     rows, name = len(steps.ranks), sheet.name
     row = min(24.0, max(4.0, 320 / rows))
     height = row * rows
@@ -135,6 +148,13 @@ def _picture(steps: Steps, starts: np.ndarray, image: str, labelled: list[int], 
         ' preserveAspectRatio="none" style="image-rendering: pixelated"/>',
         f'<rect class="frame" x="{sheet.left}" y="4" width="{sheet.inner}" height="{height:.1f}"/>',
     ]
+    # Grey alone might be taken for a weak colour.
+    lines = []
+    for i, begin, end in _stretches(gone)[:2000]:
+        left, right = (sheet.left + sheet.inner * edge / gone.shape[1] for edge in (begin, end))
+        lines.append(f"M{left:.1f},{4 + row * (i + 0.5):.1f}H{right:.1f}")
+    if lines:
+        parts.append(f'<path class="gone" d="{"".join(lines)}"/>')
     last = -math.inf
     for i, rank in enumerate(steps.ranks.tolist()):
         y = 4 + row * (i + 0.5)
@@ -169,12 +189,25 @@ def _picture(steps: Steps, starts: np.ndarray, image: str, labelled: list[int], 
     )
 
 
-def _shade(share: FloatArray, broken: np.ndarray) -> np.ndarray:
-    """RGBA bytes ``[ranks, columns, 4]``: vermilion, the more opaque the further out; purple where not finite."""
+def _stretches(cells: np.ndarray) -> list[tuple[int, int, int]]:
+    """Where a row of truth values holds: row, first column, the column behind the last.
+
+    Example:
+        >>> _stretches(np.array([[False, False, False], [True, False, True]]))
+        [(1, 0, 1), (1, 2, 3)]
+    """
+    edges = np.diff(np.pad(cells.astype(np.int8), ((0, 0), (1, 1))), axis=1)
+    (rows, begins), (_, ends) = np.nonzero(edges == 1), np.nonzero(edges == -1)
+    return list(zip(rows.tolist(), begins.tolist(), ends.tolist(), strict=True))
+
+
+def _shade(share: FloatArray, broken: np.ndarray, gone: np.ndarray) -> np.ndarray:
+    """RGBA bytes ``[ranks, columns, 4]``: vermilion, the more opaque the further out; purple not finite, grey not known."""
     pixels = np.zeros((*share.shape, 4), dtype=np.uint8)
     pixels[..., :3] = (213, 94, 0)
     pixels[..., 3] = (np.sqrt(share.clip(0, 1)) * 255).astype(np.uint8)
     pixels[broken] = (170, 68, 153, 255)
+    pixels[gone] = (128, 128, 128, 96)
     return pixels
 
 

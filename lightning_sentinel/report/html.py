@@ -12,7 +12,7 @@ from typing import Any
 from .. import __version__
 from ..bundle.place import bundle_dir, replay_command
 from ..journal import number
-from .chart import Chart, build_chart, si, switch
+from .chart import Chart, build_chart, experiment_words, si, switch
 from .curve import subtitle
 from .data import RunData
 from .heat import heat_map
@@ -65,6 +65,7 @@ def render_html(run: RunData, summary: Mapping[str, Any]) -> str:
         "clock": _clock,
         "compact": _compact,
         "outline": _outline,
+        "experiment": experiment_words,
     }
     made = cards(run, summary)
     linked = {card["number"] for card in made}
@@ -92,6 +93,7 @@ def render_html(run: RunData, summary: Mapping[str, Any]) -> str:
         linked=linked,
         glance=glance(made),
         state_class=state_class(summary),
+        times=times_words(run),
         scaler=run.of("scaler.")[-MAX_ROWS:],
         scaler_events=len(run.of("scaler.")),
         started=started[-1] if started else {},
@@ -115,6 +117,19 @@ def _foremost(rows: Sequence[Mapping[str, Any]], most: int) -> list[dict[str, An
     """Of incidents by number at most so many: those that need somebody, the newest first, then the newest others."""
     newest_first = sorted(rows, key=lambda row: (row["status"] not in URGENT, -int(row["number"])))
     return [dict(row) for row in newest_first[:most]]
+
+
+def times_words(run: RunData) -> str:
+    """When the run began, wrote its newest step and ended, in UTC."""
+    begun, marks = run.of("run.started"), run.of("run.started", "run.ended")
+    parts = [
+        f"Started {_clock(begun[0].get('time') if begun else None)}",
+        f"last step written {_clock(run.last_step_time)}",
+    ]
+    if len(begun) > 1:
+        parts.insert(1, f"started again {_clock(begun[-1].get('time'))}")
+    ended = bool(marks) and marks[-1]["event"] == "run.ended"
+    return ", ".join([*parts, f"ended {_clock(marks[-1].get('time'))}" if ended else "no end written"]) + "."
 
 
 def state_class(summary: Mapping[str, Any]) -> str:

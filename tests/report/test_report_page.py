@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import re
 from collections.abc import Callable
@@ -19,9 +20,9 @@ from lightning_sentinel.incidents import Experiment, FindingKind, IncidentStatus
 from lightning_sentinel.report.build import write_reports
 from lightning_sentinel.report.chart import build_chart, lay_out, loss_limits, place, thin, thin_band
 from lightning_sentinel.report.curve import key_lines, render_png
-from lightning_sentinel.report.data import load_run
+from lightning_sentinel.report.data import RunData, load_run
 from lightning_sentinel.report.heat import heat_map, often_worst, seconds_words
-from lightning_sentinel.report.html import cards, glance, layer_words, render_html
+from lightning_sentinel.report.html import cards, glance, layer_words, render_html, times_words
 from lightning_sentinel.report.summary import summarise
 from lightning_sentinel.report.svg import NARROW, WIDE, chart_svg, linear_ticks, log_ticks
 
@@ -536,6 +537,91 @@ def contrast(a: str, b: str) -> float:
 
     high, low = sorted((light(a), light(b)), reverse=True)
     return (high + 0.05) / (low + 0.05)
+
+
+def test_the_page_says_since_when(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1_800_000_000.0]  # 2027-01-15 08:00:00 UTC
+    monkeypatch.setattr("lightning_sentinel.journal.time.time", lambda: now[0])
+    run = MadeRun(tmp_path)
+    run.begin()
+    now[0] += 3600
+    run.run(40)
+    incident = run.incident(1, FindingKind.SPIKE, verdict=data_verdict("prose/1"))
+    now[0] += 60
+    run.run(10)
+    data = load_run(tmp_path)
+    still = "Started 2027-01-15 08:00:00 UTC, last step written 2027-01-15 09:01:00 UTC, no end written."
+    assert times_words(data) == still
+    now[0] += 5
+    run.close(incident)
+    run.end()
+    data = load_run(tmp_path)
+    words = times_words(data)
+    assert words == still.replace("no end written", "ended 2027-01-15 09:01:05 UTC")
+    page = render_html(data, summarise(data))
+    assert f'<p class="soft times">{words}</p>' in page
+    assert re.findall(r'<td class="seen">([^<]*)</td>', page) == ["2027-01-15 09:00:00"]
+    assert times_words(RunData.from_events([])) == "Started –, last step written –, no end written."
+
+
+def test_experiments_are_told_in_sentences(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.begin()
+    run.run(40)
+    reduced = {"kind": "reduce_lr", "factor": 0.5, "from": 39, "incident": 1}
+    run.write("experiment.started", experiment="lr-1-39", until=None, **reduced)
+    run.write("experiment.started", experiment=None, until=60, **reduced)
+    run.write("infra.event", kind="experiment", text=f"higher dropout {EVIL}")
+    run.run(21)
+    run.write("experiment.ended", until=60, **reduced)
+    run.end()
+    data = load_run(tmp_path)
+    page = render_html(data, summarise(data))
+    table = page[page.index('<section id="experiments">') : page.index('<section id="config">')]
+    assert re.findall(r"<td>[^<]*</td><td>([^<]*)</td></tr>", table) == [
+        "reduced rate from step 40 for good, factor 0.5; this is experiment lr-1-39",
+        "reduced rate from step 40 until step 60, factor 0.5",
+        "experiment from step 40: higher dropout &lt;script&gt;alert(1)&lt;/script&gt;",
+        "reduced rate ended at step 61",
+    ]
+
+
+def test_ranks_that_are_gone_are_no_perfect_ranks(tmp_path: Path) -> None:
+    from matplotlib import image
+
+    run = MadeRun(tmp_path, ranks=4)
+    run.begin()
+    run.run(60)
+    run.ranks = 2
+    run.begin(segment=1)
+    run.run(40)
+    run.end()
+    data = load_run(tmp_path)
+    heat = heat_map(data.steps)
+    assert heat is not None
+    assert heat.gaps
+    assert heat.text.endswith("; not there or not known at times: rank 2, 3")
+    [svg] = heat.svg
+    found = re.search(r"data:image/png;base64,([^\"]*)", svg)
+    assert found is not None
+    pixels = (image.imread(io.BytesIO(base64.b64decode(found[1]))) * 255).round().astype(int)
+    grey = (pixels == [128, 128, 128, 96]).all(axis=-1)
+    expected = np.zeros((4, 100), dtype=bool)
+    expected[2:, 60:] = True
+    assert (grey == expected).all()
+    left, right = WIDE.left + 0.6 * WIDE.inner, WIDE.edge
+    rows = [f"M{left:.1f},{4 + 24 * (i + 0.5):.1f}H{right:.1f}" for i in (2, 3)]
+    assert f'<path class="gone" d="{"".join(rows)}"/>' in svg
+    assert "grey with a line through it: the rank was not there" in render_html(data, summarise(data))
+
+
+def test_of_many_ranks_one_that_no_line_names_is_not_gone(tmp_path: Path) -> None:
+    bad_rank(tmp_path, ranks=200, rank=137)
+    data = load_run(tmp_path)
+    heat = heat_map(data.steps)
+    assert heat is not None
+    assert not heat.gaps
+    assert "grey with a line" not in render_html(data, summarise(data))
 
 
 def test_what_the_page_leaves_out_is_counted(tmp_path: Path) -> None:
