@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
 import socket
@@ -43,8 +44,8 @@ MIXTURE_CHANGE = 0.02
 
 # A report made while training goes on is followed by a pause of so many times what it took.
 REPORT_SHARE = 20.0
-# How long the end of a fit waits for one that is still being made.
-REPORTER_WAIT_SECONDS = 20.0
+# How long the end of a fit waits for one that is still being made: what it was making is made anew there.
+REPORTER_WAIT_SECONDS = 2.0
 
 
 class RunJournal(SentinelCallback):
@@ -70,8 +71,8 @@ class RunJournal(SentinelCallback):
         run_dir: The run folder; None: ``<trainer.default_root_dir>/sentinel/<time stamp>``. Rank 0 decides for all.
         step_interval: Journal every Nth step's signals; 0: none.
         report: Write summary, picture and report at the end of the fit, and when an incident opens or closes.
-        report_every_seconds: At most that often while training goes on (then made by a child process, at low priority, and
-            never for more than a twentieth of the time).
+        report_every_seconds: At most that often while training goes on, the first incident at once (made by a child process,
+            at low priority, and never for more than a twentieth of the time).
         config: The run's configuration, any mapping; journalled with secrets redacted.
         max_bytes: Size at which the next journal file begins.
         progress_bar: Show the status in the progress bar.
@@ -164,7 +165,7 @@ class RunJournal(SentinelCallback):
         self._mixing, self._mixing_of = [], None
         self._ended = False
         vars(trainer.strategy).pop("on_exception", None)  # left over where another callback failed on an exception
-        self._reported_at = time.monotonic()
+        self._reported_at, self._report_seconds = -math.inf, 0.0  # the first incident's page is due at once
         self._reported_changes = self.status.changes
         context.journal, context.run_dir = self._journal, self.run_dir
         self._wrap_bar(trainer)

@@ -78,9 +78,9 @@ def heat_map(
         ranks = ", ".join(str(r) for r in steps.ranks[broken.any(axis=1)][:8])
         text += f"; not finite at times: rank {ranks}"
     if gone.any():
-        ranks = [str(r) for r in steps.ranks[gone.any(axis=1)]]
-        more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-        text += f"; not there or not known at times: rank {', '.join(ranks[:8])}{more}"
+        absent = [str(r) for r in steps.ranks[gone.any(axis=1)]]
+        more = f" and {len(absent) - 8} more" if len(absent) > 8 else ""
+        text += f"; not there or not known at times: rank {', '.join(absent[:8])}{more}"
     worst = often_worst(steps)
     image = _png(_shade(cells / full, broken, gone))
     labelled = sorted({*named, rank, *(r for r, _, _ in worst)})

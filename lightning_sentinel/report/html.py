@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
 from typing import Any
@@ -59,7 +59,7 @@ def render_html(run: RunData, summary: Mapping[str, Any]) -> str:
     from markupsafe import Markup
 
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {
+    filters: dict[str, Callable[[Any], str]] = {
         "si": si,
         "number": _number_words,
         "clock": _clock,
@@ -67,6 +67,7 @@ def render_html(run: RunData, summary: Mapping[str, Any]) -> str:
         "outline": _outline,
         "experiment": experiment_words,
     }
+    environment.filters |= filters
     made = cards(run, summary)
     linked = {card["number"] for card in made}
     drawn = {}

@@ -508,16 +508,18 @@ def test_an_incident_is_told_when_it_opens_and_its_closing_waits_for_its_turn(
     monkeypatch.setattr("lightning_sentinel.callbacks.run_journal._start_reporter", start)
     monkeypatch.setattr("lightning_sentinel.callbacks.run_journal.REPORT_SHARE", 0.0)
     monkeypatch.setattr("lightning_sentinel.callbacks.run_journal.time.monotonic", lambda: now[0])
-    for steps, expected in (
+    for steps, opened, expected in (
         # Opened at step 4 (1200 s as the journal's hook next runs), closed a step later: 120 s from there at the soonest.
-        (12, [(1200.0, ["incident.opened"]), (1350.0, ["incident.opened", "incident.closed"])]),
-        (7, [(1200.0, ["incident.opened"])]),
+        (12, 4, [(1200.0, ["incident.opened"]), (1350.0, ["incident.opened", "incident.closed"])]),
+        (7, 4, [(1200.0, ["incident.opened"])]),
+        # The first is told at once, however young the fit is: it may die before the interval has passed.
+        (6, 1, [(1050.0, ["incident.opened"]), (1200.0, ["incident.opened", "incident.closed"])]),
     ):
         now[0] = 1000.0
         started.clear()
         run_dir = tmp_path / f"run-{steps}"
         callback = RunJournal(run_dir, report_every_seconds=120)
-        trainer(tmp_path, callback, Incidents(4, 5), Passing(), max_steps=steps).fit(Model())
+        trainer(tmp_path, callback, Incidents(opened, opened + 1), Passing(), max_steps=steps).fit(Model())
         assert started == expected
         assert callback.summary is not None
         assert [i["status"] for i in callback.summary["incidents"]] == ["recovered"]
@@ -556,4 +558,4 @@ def test_a_report_that_took_long_is_followed_by_a_long_pause(tmp_path: Path, mon
     callback = RunJournal(tmp_path / "run", report_every_seconds=60)
     trainer(tmp_path, callback, Passing(), max_steps=30).fit(Model())
     # Seen as done a step later, 50 s after it began: the next one comes 20 times 50 s later.
-    assert started == [1100.0, 2100.0]
+    assert started == [1050.0, 2050.0]

@@ -129,6 +129,13 @@ def test_the_page_is_readable(browser: Browser, night: Any, tmp_path: Path, widt
         "incident-2",
         "incident-3",
     ]
+    # Of the table at the top the last column, the state, is there without scrolling, and once the time.
+    rows = (
+        "[...document.querySelectorAll('.glance tr')].slice(1)"
+        ".map(r => [r.innerText.match(/\\d{4}-\\d\\d-\\d\\d/g).length,"
+        " r.querySelector('.badge').getBoundingClientRect().right])"
+    )
+    assert [(times, right <= width) for times, right in browser.evaluate(rows)] == [(1, True)] * 3
     # The level that WCAG 2 asks of text (AA).
     ratio, text = browser.evaluate(CONTRAST)
     assert ratio >= 4.5, text

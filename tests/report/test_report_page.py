@@ -560,7 +560,7 @@ def test_the_page_says_since_when(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert words == still.replace("no end written", "ended 2027-01-15 09:01:05 UTC")
     page = render_html(data, summarise(data))
     assert f'<p class="soft times">{words}</p>' in page
-    assert re.findall(r'<td class="seen">([^<]*)</td>', page) == ["2027-01-15 09:00:00"]
+    assert re.findall(r'<td class="seen roomy">([^<]*)</td>', page) == ["2027-01-15 09:00:00"]
     assert times_words(RunData.from_events([])) == "Started –, last step written –, no end written."
 
 
