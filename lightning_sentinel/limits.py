@@ -47,7 +47,8 @@ class Limit:
         """
         edges = {"at least": self.least, "greater than": self.above, "at most": self.most, "less than": self.below}
         parts = [f"{word} {_shown(edge, values)}" for word, edge in edges.items() if edge is not None]
-        return " and ".join(parts) + (f" ({self.why})" if self.why else "")
+        bounds = " and ".join(parts)
+        return f"{bounds} ({self.why})" if bounds and self.why else bounds or self.why
 
     def allows(self, value: float, values: Mapping[str, Any]) -> bool:
         """Whether a number is within the bounds."""
@@ -183,7 +184,7 @@ LIMITS: Mapping[str, Mapping[str, Limit]] = {
     },
     "BatchValidator": {
         "vocabulary_size": _count("tokens", 1, optional=True),
-        "ignore_index": Limit("token", whole=True),
+        "ignore_index": Limit("token", whole=True, why="any whole number that is no token of the vocabulary"),
         "max_remembered": _count("samples", 2),
     },
     "DeepProbe": {

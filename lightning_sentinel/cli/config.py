@@ -60,6 +60,7 @@ def config_options() -> Iterator[dict[str, Any]]:
         signature = inspect.signature(get_class(values["_target_"])).parameters
         limits = limits_of(values["_target_"].rpartition(".")[2])
         choices = CHOICES.get(values["_target_"].rpartition(".")[2], {})
+        handed_on = _policy_bounds() if name == "incident_response" else {}
         meanings = _comments(text)
         for key, value in values.items():
             if key != "_target_":
@@ -72,7 +73,7 @@ def config_options() -> Iterator[dict[str, Any]]:
                     "default": value,
                     "type": str(signature[key].annotation) if key in signature else "",
                     "unit": limit.unit if limit else "",
-                    "bound": limit.words() if limit else one_of(words),
+                    "bound": limit.words() if limit else one_of(words) or handed_on.get(key, ""),
                     "meaning": meanings.get(key, ""),
                 }
     yield from _policy_options()
@@ -82,15 +83,9 @@ def _policy_options() -> Iterator[dict[str, Any]]:
     """The group ``policy``: what the answers are. Its files differ in the mode only."""
     from omegaconf import OmegaConf
 
-    from ..policy import DEFAULT_BUDGETS, DEFAULT_LADDERS
-
     text = files("lightning_sentinel.conf").joinpath("policy", "observe.yaml").read_text(encoding="utf-8")
     values: Any = OmegaConf.to_container(OmegaConf.create(text))
-    bounds = {
-        "mode": one_of(CHOICES["policy"]["mode"]),
-        "ladders": f"cases: {', '.join(DEFAULT_LADDERS)}",
-        "budgets": f"actions: {', '.join(DEFAULT_BUDGETS)}; each at least 0",
-    }
+    bounds = _policy_bounds()
     meanings = _comments(text)
     for key, value in values.items():
         yield {
@@ -104,6 +99,16 @@ def _policy_options() -> Iterator[dict[str, Any]]:
             "bound": bounds[key],
             "meaning": meanings.get(key, ""),
         }
+
+
+def _policy_bounds() -> dict[str, str]:
+    from ..policy import DEFAULT_BUDGETS, DEFAULT_LADDERS
+
+    return {
+        "mode": one_of(CHOICES["policy"]["mode"]),
+        "ladders": f"cases: {', '.join(DEFAULT_LADDERS)}",
+        "budgets": f"actions: {', '.join(DEFAULT_BUDGETS)}; each at least 0",
+    }
 
 
 def one_of(words: tuple[str, ...] | None) -> str:
