@@ -72,6 +72,17 @@ class IncidentStatus(StrEnum):
     RESOLVED = "resolved"  # closed without an action of ours (observe, or a person said so)
 
 
+def action_name(event: str, fields: Mapping[str, Any]) -> str:
+    """Which action an ``action.*`` event tells of; ``action.rollback`` is how several of them are carried out.
+
+    Example:
+        >>> action_name("action.skip_step", {}), action_name("action.rollback", {"action": "retry_step"})
+        ('skip_step', 'retry_step')
+    """
+    name = event.removeprefix("action.")
+    return str(fields.get("action") or name) if name == "rollback" else name
+
+
 @dataclass(frozen=True)
 class Finding:
     """One detector's statement about one record.

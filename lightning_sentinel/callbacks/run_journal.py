@@ -29,6 +29,7 @@ from ..context import LogSink
 from ..distributed.earlier import Earlier, changes, read_earlier
 from ..folders import as_folder, root_folder
 from ..images import log_curve
+from ..incidents import IncidentStatus, action_name
 from ..infra import note_infra
 from ..journal import Journal, redact, to_json
 from ..limits import check_limits
@@ -451,6 +452,7 @@ class Status:
 
     def __init__(self) -> None:
         self.open: set[int] = set()
+        self.escalated: set[int] = set()
         self.changes = 0  # incidents opened and closed, so far
         self.stopped = False
         self.last_action: str | None = None
@@ -461,7 +463,7 @@ class Status:
         if event == "run.started":
             self.stopped = False
         elif event.startswith("action."):
-            self.last_action = f"{event.removeprefix('action.')}@{step}"
+            self.last_action = f"{action_name(event, fields)}@{step}"
             self.stopped = self.stopped or event == "action.stop"
         elif event == "checkpoint.known_good":
             self.known_good = int(fields.get("checkpoint_step", fields.get("event_step", step)))
@@ -475,6 +477,8 @@ class Status:
         if event == "incident.closed":
             self.changes += number in self.open
             self.open.discard(number)
+            if incident.get("status") == IncidentStatus.ESCALATED:
+                self.escalated.add(number)  # stays, as on the page: it was not put right
         elif event == "incident.opened":
             self.changes += number not in self.open
             self.open.add(number)
@@ -487,8 +491,11 @@ class Status:
             >>> Status().line
             'ok'
         """
-        calm = "stopped" if self.stopped else "ok"
-        parts = [f"{len(self.open)} open (#{max(self.open)})" if self.open else calm]
+        parts = ["stopped"] if self.stopped and not self.open else []
+        for words, numbers in (("open", self.open), ("escalated", self.escalated)):
+            if numbers:
+                parts.append(f"{len(numbers)} {words} (#{max(numbers)})")
+        parts = parts or ["ok"]
         if self.last_action:
             parts.append(self.last_action)
         if self.known_good is not None:

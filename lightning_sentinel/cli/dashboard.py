@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..incidents import action_name
 from ..journal import number
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Dashboard:
         if name.startswith("incident.") and isinstance(incident, Mapping):
             self.incidents[int(incident.get("number", 0))] = incident
         elif name.startswith("action."):
-            self.last_action = f"{name.removeprefix('action.').replace('_', ' ')} at step {event['step']:,}"
+            self.last_action = f"{action_name(name, event).replace('_', ' ')} at step {event['step']:,}"
         elif name == "checkpoint.known_good":
             step = event.get("checkpoint_step")
             self.known_good = f"step {event['step'] if step is None else step:,}"

@@ -152,7 +152,7 @@ def test_beside_lightnings_own_callbacks_and_profilers(tmp_path: Path, profiler:
         (profile,) = (tmp_path / where).glob("fit-profile*.txt")
         assert "run_training_batch" in profile.read_text()
     assert shown.lines[21] == "ok"
-    assert "1 open (#1), rollback@24" in shown.lines, sorted(set(shown.lines))
+    assert "1 open (#1), retry_step@24" in shown.lines, sorted(set(shown.lines))
 
 
 def test_early_stopping_stops_where_it_would_have(tmp_path: Path) -> None:

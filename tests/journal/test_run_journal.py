@@ -349,6 +349,20 @@ def test_the_status_line_says_health_and_last_action() -> None:
     assert status.line == "stopped, stop@30, good@10"
 
 
+def test_the_status_line_keeps_an_escalated_incident_and_names_what_a_rollback_was_for() -> None:
+    status = Status()
+    status.see("incident.opened", 5, {"incident": {"number": 1, "status": "open"}})
+    status.see("action.rollback", 5, {"action": "retry_step", "from_step": 5, "to_step": 5})
+    assert status.line == "1 open (#1), retry_step@5"
+    status.see("incident.closed", 30, {"incident": {"number": 1, "status": "escalated"}})
+    assert status.line == "1 escalated (#1), retry_step@5"
+    status.see("incident.opened", 40, {"incident": {"number": 2, "status": "open"}})
+    assert status.line == "1 open (#2), 1 escalated (#1), retry_step@5"
+    status.see("incident.closed", 50, {"incident": {"number": 2, "status": "recovered"}})
+    status.see("action.stop", 60, {})
+    assert status.line == "stopped, 1 escalated (#1), stop@60"
+
+
 @pytest.mark.parametrize("kind", ["tqdm", "rich"])
 def test_the_progress_bar_shows_the_status(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     bar = {"tqdm": L.pytorch.callbacks.TQDMProgressBar, "rich": L.pytorch.callbacks.RichProgressBar}[kind]()
