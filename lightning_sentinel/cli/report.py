@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ..progress import Progress
-from .common import OK, USAGE, Commands, add_command, print_json, require_events
+from .common import FOUND, OK, USAGE, Commands, add_command, print_json, require_events
 
 NAMED = 3  # culprits on an incident's line
 # Whether the run needs a person is what the report is read for, not whether it could be made.
 CODES = (
-    "Exit codes: 0 made, whatever it tells (--json: status, open_incidents, next_action), 2 wrong usage, unreadable input or"
-    " a folder that cannot be written to, 130 interrupted."
+    "Exit codes: 0 made, whatever it tells (--json: status, open_incidents, next_action, written), 1 the page was not made"
+    " (--json: notes), 2 wrong usage, unreadable input or a folder that cannot be written to, 130 interrupted."
 )
 
 
@@ -36,17 +36,19 @@ def run(options: argparse.Namespace) -> int:
         result = write_reports(options.run, out=options.out, progress=bar)
     summary = result.summary
     if options.json:
-        print_json(summary)
+        print_json(summary | {"written": [str(path) for path in result.written], "notes": result.notes})
     elif not options.quiet:
         print(f"{summary['headline']}\nNext: {summary['next_action']}")
         for incident in summary["incidents"]:
             print(f"  {incident_line(incident)}")
-        for line in [*map(str, result.written), *result.notes, *summary["failures"]]:
+        for line in [*map(str, result.written), *summary["failures"]]:
             print(line)
+    for note in result.notes:  # with --quiet, too: what was asked for is not there
+        print(f"lightning-sentinel: {note}", file=sys.stderr)
     if not any(path.name == "summary.json" for path in result.written):
         print(f"lightning-sentinel: {summary['failures'][-1]} Give --out a folder that can be.", file=sys.stderr)
         return USAGE
-    return OK
+    return OK if any(path.name == "report.html" for path in result.written) else FOUND
 
 
 def incident_line(row: Mapping[str, Any]) -> str:

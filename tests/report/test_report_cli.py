@@ -22,6 +22,8 @@ from lightning_sentinel.cli import COMMANDS, build_parser, main
 from lightning_sentinel.cli.config import config_options
 from lightning_sentinel.cli.dashboard import BARS
 from lightning_sentinel.cli.watch import event_line, step_line
+from lightning_sentinel.report.curve import MISSING_MATPLOTLIB
+from lightning_sentinel.report.html import MISSING_JINJA
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +48,29 @@ def test_report_remakes_everything(parade_dir: Path, tmp_path: Path, capsys: pyt
         f"{tmp_path}/summary.json",
     ]
     assert main(["report", str(parade_dir), "--out", str(tmp_path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "summary.json").read_text())
+    made = [f"{tmp_path}/{name}" for name in ("loss.png", "report.html", "summary.json")]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert json.loads(capsys.readouterr().out) == summary | {"written": made, "notes": []}
     assert main(["report", str(parade_dir), "--out", str(tmp_path), "--quiet"]) == 0
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_report_without_its_page_says_so_and_ends_with_1(
+    parade_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("jinja2", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(sys.modules, name, None)
+    notes = [MISSING_MATPLOTLIB, MISSING_JINJA]
+    said = "".join(f"lightning-sentinel: {note}\n" for note in notes)
+    assert main(["report", str(parade_dir), "--out", str(tmp_path), "--quiet"]) == 1
+    assert capsys.readouterr() == ("", said)
+    assert main(["report", str(parade_dir), "--out", str(tmp_path), "--json"]) == 1
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert (found["written"], found["notes"], printed.err) == ([f"{tmp_path}/summary.json"], notes, said)
+    monkeypatch.delitem(sys.modules, "jinja2")  # the picture alone is missing: the page draws its own
+    assert main(["report", str(parade_dir), "--out", str(tmp_path), "--quiet"]) == 0
+    assert capsys.readouterr().err == f"lightning-sentinel: {MISSING_MATPLOTLIB}\n"
 
 
 def test_errors_are_one_line_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -389,6 +411,12 @@ def test_config_lists_every_option_with_its_meaning(capsys: pytest.CaptureFixtur
     )
     assert main(["config", "rank_telemetry"]) == 0
     assert 'callbacks.rank_telemetry.sync="gate"  (str; one of gate, lagged)' in capsys.readouterr().out
+    assert main(["config", "incident_response"]) == 0
+    line = 'callbacks.incident_response.mode="${oc.select:policy.mode,observe}"  (str; one of observe, guard, recover)'
+    assert line in capsys.readouterr().out
+    assert main(["config", "batch_validator"]) == 0
+    bound = "(int; token; any whole number that is no token of the vocabulary)"
+    assert f"callbacks.batch_validator.ignore_index=-100  {bound}" in capsys.readouterr().out
     assert main(["config", "policy"]) == 0
     assert '  policy.mode="observe"  (str; one of observe, guard, recover)' in capsys.readouterr().out
     assert main(["config", "run_jurnal", "--json"]) == 2
