@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
+from typing import Any
 
 from ..progress import Progress
 from .common import FOUND, OK, Commands, add_command, print_json
@@ -46,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--follow takes one file, found {len(args.files)}.")
     overrides = scan.parse_overrides(args.set)
     scan.Watch(overrides)  # a value out of bounds is an error before anything is read
+    if args.png is not None:
+        _check_picture(args.png, several=len(args.files) > 1)
     results = []
     for path in args.files:
         wanted = scan.Columns(args.step, args.loss, args.grad_norm, args.loss_scale)
@@ -61,6 +65,9 @@ def run(args: argparse.Namespace) -> int:
                 if not args.follow:
                     raise
         result = scanner.finish()
+        if not result.rows and not args.follow:
+            # "Nothing found" would be an all-clear about what nobody has looked at.
+            raise ValueError(f"{path}: {_why_no_rows(result)}")
         results.append(result)
         if not args.json:
             print(scan.summary(result))
@@ -74,3 +81,31 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"schema": 1, "found": found, "files": [r.to_dict() for r in results]})
     return FOUND if found else OK
+
+
+def _check_picture(path: Path, *, several: bool) -> None:
+    """Refuse a place for the picture before anything is read."""
+    if several and path.exists() and not path.is_dir():
+        raise ValueError(f"--png {path} is a file, and several logs are drawn into a folder. Give a folder.")
+    folder = path if several or path.is_dir() else path.parent
+    while several and not folder.exists():  # is made
+        folder = folder.parent
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"--png {path}: there is no folder {folder}. Make it, or give a path in one that is there."
+        )
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(f"--png {path}: the folder {folder} cannot be written to. Give one that can be.")
+
+
+def _why_no_rows(result: Any) -> str:
+    """What was found instead of a row with a loss, and what to do."""
+    if result.problems:
+        first = result.problems[0]
+        why = first.reason.removesuffix("; skipped")
+        found = f"none of its {len(result.problems)} rows can be read, the first: line {first.line}, {why}"
+    else:
+        found = "it holds no row with a training loss"
+    loss = None if result.columns is None else result.columns.loss
+    column = f" (the loss was looked for in {loss!r}; --loss COLUMN names another)" if loss else ""
+    return f"{found}{column}. Give a log that holds steps and losses, or a run folder."

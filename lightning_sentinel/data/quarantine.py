@@ -212,12 +212,13 @@ def read_ledger(path: Path) -> tuple[list[Entry], int]:
         log.warning("The quarantine ledger %s can not be read: %s", path, error)
         return [], 0
     entries, unreadable = [], 0
-    for line in data.split(b"\n"):
+    for line_number, line in enumerate(data.split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
             entries.append(Entry.from_dict(json.loads(line)))
         except (ValueError, KeyError, TypeError) as error:
             unreadable += 1
-            log.warning("A line of the quarantine ledger %s can not be read and is skipped: %s", path, error)
+            why = f"it has no {error}" if isinstance(error, KeyError) else error
+            log.warning("Line %d of the quarantine ledger %s is skipped: %s", line_number, path, why)
     return entries, unreadable

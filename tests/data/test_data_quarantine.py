@@ -101,6 +101,21 @@ def test_foreign_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     assert unreadable == 7
 
 
+def test_a_skipped_line_is_named_by_number_and_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "quarantine.jsonl"
+    QuarantineLedger(path).add(["sample:a"], **WHY)
+    line = json.loads(path.read_text())
+    for bad in ({k: v for k, v in line.items() if k != "event"}, {**line, "event": "eaten"}, {**line, "time": None}):
+        append_lines(path, "\n" + json.dumps(bad) + "\n")
+    assert read_ledger(path)[1] == 3
+    begin = f"of the quarantine ledger {path} is skipped"
+    assert [r.getMessage() for r in caplog.records] == [
+        f"Line 3 {begin}: it has no 'event'",
+        f"Line 5 {begin}: quarantine entry has event 'eaten', expected 'added' or 'reverted'",
+        f"Line 7 {begin}: float() argument must be a string or a real number, not 'NoneType'",
+    ]
+
+
 def test_a_missing_file_is_an_empty_ledger(tmp_path: Path) -> None:
     assert QuarantineLedger(tmp_path / "none.jsonl").active == frozenset()
     assert not (tmp_path / "none.jsonl").exists()

@@ -50,6 +50,17 @@ MISUSE = {
     "scan lossless.csv": ("found no loss among the columns 'a', 'b'", "name it with --loss COLUMN"),
     "scan binary.csv": ("binary.csv is not a text file", "Give CSV"),
     "scan void.csv": ("void.csv is empty", "expected a header and rows"),
+    "scan header.csv": ("header.csv: it holds no row with a training loss", "Give a log that holds steps and losses"),
+    "scan words.csv": (
+        "none of its 2 rows can be read, the first: line 2, found 'high'",
+        "--loss COLUMN names another",
+    ),
+    "scan summary.json": ("summary.json: none of its 1 rows can be read", "Give a log that holds steps and losses"),
+    "scan metrics.csv --png nowhere/x.png": (
+        "there is no folder nowhere",
+        "Make it, or give a path in one that is there",
+    ),
+    "scan metrics.csv header.csv --png lossless.csv": ("--png lossless.csv is a file", "Give a folder."),
     "scan metrics.csv --loss los": ("found no column 'los'", "'loss'"),
     "scan metrics.csv --set callbacks.spike_detector.treshold=3": ("'treshold'", "nearest: threshold"),
     "scan metrics.csv --set callbacks.spike_detector.threshold=-3": ("found -3", "must be greater than 0"),
@@ -101,6 +112,10 @@ def place(tmp_path_factory: pytest.TempPathFactory, trained: Callable[[str, Path
     (folder / "lossless.csv").write_text("a,b\n1,2\n")
     (folder / "binary.csv").write_bytes(bytes(range(256)) * 8)
     (folder / "void.csv").write_text("")
+    summary = {"schema": 1, "status": "finished", "steps": 3, "loss_nats": 2.1, "scaler": {"overflows": 0}}
+    (folder / "summary.json").write_text(json.dumps(summary) + "\n")
+    (folder / "header.csv").write_text("step,loss\n")
+    (folder / "words.csv").write_text("step,loss\n0,high\n1,low\n")
     return folder
 
 
