@@ -149,7 +149,9 @@ def build_chart(run: RunData, summary: Mapping[str, Any], *, points: int = 1500)
         band = thin_band(tokens[live], steps["loss_min"][live], steps["loss_max"][live], points)
         worst = _worst_rank(steps, points)
     abandoned_masks = _abandoned(steps)
-    abandoned = [thin(tokens[m], loss[m], points) for m in abandoned_masks]
+    abandoned = [
+        thin(tokens[m], loss[m], n) for m, n in zip(abandoned_masks, shares(abandoned_masks, points), strict=True)
+    ]
     scale = steps["loss_scale"]
     measured = _measured(steps)
     limits, log_loss, clipped = loss_limits(steps)
@@ -211,6 +213,17 @@ def thin_band(x: FloatArray, low: FloatArray, high: FloatArray, points: int) -> 
     return Band(x[starts], np.where(empty, np.nan, lowest), np.where(empty, np.nan, highest))
 
 
+def shares(masks: Sequence[BoolArray], points: int) -> list[int]:
+    """Places for each of several branches, by their lengths, so that all together have about ``points``.
+
+    Example:
+        >>> shares([np.ones(3000, dtype=bool), np.ones(1000, dtype=bool), np.ones(2, dtype=bool)], 400)
+        [299, 99, 12]
+    """
+    lengths = [int(mask.sum()) for mask in masks]
+    return [max(12, points * length // max(1, sum(lengths))) for length in lengths]
+
+
 def _abandoned(steps: Steps) -> list[BoolArray]:
     """A mask for each branch that was left, its last live step included so that the fork is seen."""
     masks = []
@@ -244,7 +257,7 @@ def _panel(steps: Steps, values: FloatArray, abandoned: Sequence[BoolArray], poi
     tokens = steps.tokens.astype(np.float64)
     return (
         thin(tokens[steps.live], values[steps.live], points),
-        [thin(tokens[m], values[m], points) for m in abandoned],
+        [thin(tokens[m], values[m], n) for m, n in zip(abandoned, shares(abandoned, points), strict=True)],
     )
 
 

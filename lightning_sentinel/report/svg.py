@@ -163,8 +163,8 @@ def chart_svg(chart: Chart, description: str, sheet: Sheet = WIDE, linked: Colle
         top += 12  # the title's line
         axis = _Axis(chart.x_range, _limits(scaled, log_scale), top, 84, sheet, log_scale)
         body += _frame(axis, "", value_ticks(axis, few=True))
-        for css, line in lines:
-            body += _line(axis, css, line)
+        for css in dict.fromkeys(css for css, _ in lines):
+            body += _lines(axis, css, [line for name, line in lines if name == css])
         body += _beyond(axis, [line for css, line in lines if css == "s-abandoned"])
         # Above the frame: on the side it would be longer than the panel is high, and within it would lie on the lines.
         body.append(f'<text class="inside" text-anchor="end" x="{edge}" y="{top - 5:.0f}">{escape(title)}</text>')
@@ -214,13 +214,14 @@ def _positive(line: Line) -> bool:
     return bool((np.isfinite(line.y) & (line.y > 0)).any())
 
 
-def _line(axis: _Axis, css: str, line: Line) -> list[str]:
-    """A line, and a dot for each value that has no neighbour to draw a line to."""
-    path = axis.path(line)
+def _lines(axis: _Axis, css: str, lines: Sequence[Line]) -> list[str]:
+    """Lines of one kind, and a dot for each value that has no neighbour to draw a line to."""
+    path = "".join(axis.path(line) for line in lines)
+    dots = [dot for line in lines for dot in axis.alone(line)]
     name = css.partition(" ")[0]
     return [
         *([f'<path class="line {css}" d="{path}"/>'] if "L" in path else []),
-        *(f'<circle class="point {name}" cx="{x:.1f}" cy="{y:.1f}" r="2.2"/>' for x, y in axis.alone(line)[:300]),
+        *(f'<circle class="point {name}" cx="{x:.1f}" cy="{y:.1f}" r="2.2"/>' for x, y in dots[:300]),
     ]
 
 
@@ -285,12 +286,12 @@ def _step_ticks(chart: Chart, axis: _Axis) -> list[str]:
 
 
 def _loss_lines(chart: Chart, axis: _Axis) -> list[str]:
-    parts = [part for line in chart.abandoned for part in _line(axis, "s-abandoned", line)]
+    parts = _lines(axis, "s-abandoned", chart.abandoned)
     if chart.band is not None:
         parts.append(f'<path class="s-band" d="{axis.area(chart.band)}"/>')
     if chart.worst is not None:
-        parts += _line(axis, "s-worst", chart.worst[1])
-    parts += _line(axis, "s-mean strong", chart.mean)
+        parts += _lines(axis, "s-worst", [chart.worst[1]])
+    parts += _lines(axis, "s-mean strong", [chart.mean])
     for x in chart.nonfinite.tolist()[:500]:
         parts.append(
             f'<g class="s-nonfinite" transform="translate({axis.x(x):.1f},{axis.top + 9:.0f})"><title>loss not finite at'

@@ -447,6 +447,29 @@ def test_an_abandoned_rate_far_above_the_plan_is_cut_and_its_height_told(parade_
         assert "0.002" in ticks  # the plan has the panel
 
 
+def test_many_abandoned_passes_do_not_swell_the_page() -> None:
+    """Two thirds of 76,500 steps were left: on 25 long passes, and by a retry at every 50th step."""
+    noise = np.random.default_rng(0).normal(3.0, 0.1, 100_000).tolist()
+    path: list[int] = []
+    for start in range(0, 25_000, 1000):
+        path += [*range(start, start + 2000), *range(start, start + 1000)]
+    path = [step for at in path for step in ([at, at] if at % 50 == 0 else [at])]
+    run = RunData.from_events(
+        {
+            "event": "step", "step": step, "attempt": 0, "tokens": 1024 * (step + 1), "rank": 0, "time": 1e9 + n,
+            "loss": noise[n], "loss_min": noise[n], "loss_max": noise[n], "grad_norm": noise[n], "lr": [noise[n]],
+        }
+        for n, step in enumerate(path)
+    )  # fmt: skip
+    assert len(run.steps) > 75_000
+    assert int((~run.steps.live).sum()) > 50_000
+    summary = summarise(run)
+    chart = build_chart(run, summary)
+    assert len(chart.abandoned) > 1500
+    assert sum(len(line.x) for line in chart.abandoned) < 30_000
+    assert len(render_html(run, summary).encode()) < 2_000_000
+
+
 def test_a_measurement_repeated_after_a_rollback_counts_where_its_step_is_made_again(tmp_path: Path) -> None:
     """Measured at every tenth step, each value journalled until the next: the one of step 50 first on a pass that is left."""
     run = MadeRun(tmp_path)
