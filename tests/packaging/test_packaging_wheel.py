@@ -131,16 +131,29 @@ def test_wheel_in_a_second_environment(built: Path, second: Path, tmp_path: Path
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python, "install", "--no-deps"]
     run(*pip, "--quiet", "--no-index", wheel, cwd=tmp_path)
     script = write_app(tmp_path)
-    done = run_app(script, "policy=recover", "hydra.run.dir=out", python=python)
-    assert done.returncode == 0, done.stderr
-    result = result_of(tmp_path / "out")
     site = next(second.glob("lib/python*/site-packages"))
-    assert Path(result["package"]) == site / "lightning_sentinel" / "__init__.py"
-    assert Path(result["plugin"]).is_relative_to(site / "hydra_plugins")
-    assert result["callbacks"] == [kind.__name__ for kind in ORDER]
-    assert (result["steps"], result["finite"]) == (10, True)
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert "training_step" in page  # the module that the incident's verdict names
+
+    def trained(out: Path) -> None:
+        result = result_of(out)
+        assert Path(result["package"]) == site / "lightning_sentinel" / "__init__.py"
+        assert Path(result["plugin"]).is_relative_to(site / "hydra_plugins")
+        assert result["callbacks"] == [kind.__name__ for kind in ORDER]
+        assert (result["steps"], result["finite"]) == (10, True)
+        page = (out / "report.html").read_text()
+        assert "training_step" in page  # the module that the incident's verdict names
+
+    done = run_app(script, "-m", "policy=recover,guard", "hydra.sweep.dir=sweep", python=python)
+    assert done.returncode == 0, done.stderr
+    for job in (0, 1):
+        trained(tmp_path / "sweep" / str(job))
+    # Lightning starts the second process with Hydra's command line and this environment's Python.
+    ranks = ("trainer.devices=2", "+trainer.strategy=ddp")
+    done = run_app(script, "policy=recover", *ranks, "hydra.run.dir=out", python=python)
+    assert done.returncode == 0, done.stderr
+    trained(tmp_path / "out")
+    for rank in (0, 1):
+        started = json.loads((tmp_path / "out" / "journal" / f"rank-{rank:05d}.jsonl").read_text().splitlines()[0])
+        assert (started["event"], started["rank"], started["world_size"]) == ("run.started", rank, 2)
     printed = json.loads(run(second / "bin" / "lightning-sentinel", "config", "rollback", "--json", cwd=tmp_path))
     assert [row["path"] for row in printed][:2] == ["callbacks.rollback.every_n_steps", "callbacks.rollback.keep"]
 
