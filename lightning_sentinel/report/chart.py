@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ..journal import number
 from .data import BoolArray, FloatArray, RunData, Steps
 from .summary import is_experiment
 
@@ -510,7 +511,7 @@ def experiment_words(event: Mapping[str, Any]) -> str:
 def _short(value: Any) -> str:
     if isinstance(value, list):
         return "/".join(_short(v) for v in value)
-    return f"{value:.2g}" if isinstance(value, (int, float)) else str(value)
+    return f"{number(value):.2g}" if type(value) in (int, float) else str(value)
 
 
 def place(boxes: Sequence[tuple[float, float]], rows: int, gap: float = 6.0) -> list[int | None]:

@@ -249,8 +249,11 @@ def _beyond(axis: _Axis, lines: Sequence[Line]) -> list[str]:
 def _limits(lines: Sequence[Line], log_scale: bool) -> tuple[float, float]:
     values = np.concatenate([line.y for line in lines])
     values = values[np.isfinite(values) & ((values > 0) if log_scale else True)]
+    # What is beyond these is a damaged line's, and the room left above it would be infinite.
+    values = np.clip(values, -1e100, 1e100)
     low, high = float(values.min()), float(values.max())
     if log_scale:
+        low = max(low, 1e-100)
         return low * 0.8, high * 1.25 * (high / low) ** 0.15
     return min(0.0, low), high * 1.12 if high > 0 else 1.0
 
