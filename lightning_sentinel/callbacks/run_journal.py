@@ -121,6 +121,7 @@ class RunJournal(SentinelCallback):
         self._hosts: list[str] = []
         self._restarts = 0
         self._changes_told = True
+        self._pictures_refused: set[str] = set()
         self._journal: Journal | None = None
         self._ended = True
         self._failures: list[str] = []
@@ -396,7 +397,9 @@ class RunJournal(SentinelCallback):
         picture = self.run_dir / "loss.png"
         if picture.exists():
             for problem in log_curve(trainer.loggers, picture, trainer.global_step):
-                log.warning("%s", problem)
+                if problem not in self._pictures_refused:
+                    self._pictures_refused.add(problem)
+                    log.warning("%s", problem)
 
     def _reap_reporter(self, trainer: Trainer) -> None:
         if self._reporter is None or self._reporter.poll() is None:

@@ -18,12 +18,14 @@ from lightning_sentinel.state import lightning_private as private
 PACKAGE = Path(lightning_sentinel.__file__).parent
 
 # Private names of others than Lightning that the suite may use where it needs them: torch's tensors, modules, foreach
-# functions, autograd engine and scaler, a scheduler's last rates, torchmetrics' defaults, omegaconf's parents, argparse, sys.
+# functions, autograd engine and scaler, a scheduler's last rates, torchmetrics' defaults, omegaconf's parents, argparse, sys,
+# what torchdata's iterator draws from.
 OTHERS = {
     *("_version", "_buffers", "_forward_hooks", "_schema", "_cdata", "_call_impl", "_NormBase", "_local_tensor"),
     *("_modules", "_compiled_call_impl", "_BatchNorm", "_execution_engine"),
     *("_foreach_mul", "_foreach_norm", "_foreach_copy_", "_foreach_sub_", "_foreach_mul_", "_foreach_add_"),
     *("_get_scale_async", "_per_optimizer_states", "_last_lr", "_defaults"),
+    "_sampler_iter",
     *("_get_parent", "_get_root", "_SubParsersAction", "_getframe"),
 }
 
