@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -11,6 +12,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import collective_limit
 import pytest
 from docs_pages import Block, commands
 from template_app import result_of, run_app, write_app
@@ -137,7 +139,8 @@ def test_wheel_in_a_second_environment(built: Path, second: Path, tmp_path: Path
         result = result_of(out)
         assert Path(result["package"]) == site / "lightning_sentinel" / "__init__.py"
         assert Path(result["plugin"]).is_relative_to(site / "hydra_plugins")
-        assert result["callbacks"] == [kind.__name__ for kind in ORDER]
+        added = ["CollectiveLimit"] if out.name == "out" else []
+        assert result["callbacks"] == [*(kind.__name__ for kind in ORDER), *added]
         assert (result["steps"], result["finite"]) == (10, True)
         page = (out / "report.html").read_text()
         assert "training_step" in page  # the module that the incident's verdict names
@@ -147,7 +150,9 @@ def test_wheel_in_a_second_environment(built: Path, second: Path, tmp_path: Path
     for job in (0, 1):
         trained(tmp_path / "sweep" / str(job))
     # Lightning starts the second process with Hydra's command line and this environment's Python.
-    ranks = ("trainer.devices=2", "+trainer.strategy=ddp")
+    shutil.copy(collective_limit.__file__, script.parent)
+    limit = "+callbacks.limit._target_=collective_limit.CollectiveLimit"
+    ranks = ("trainer.devices=2", "+trainer.strategy=ddp", limit)
     done = run_app(script, "policy=recover", *ranks, "hydra.run.dir=out", python=python)
     assert done.returncode == 0, done.stderr
     trained(tmp_path / "out")
