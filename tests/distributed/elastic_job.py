@@ -124,7 +124,9 @@ class Started(subprocess.Popen[bytes]):
     def _kill(self) -> None:
         if self.poll() is None:
             agent = psutil.Process(self.pid)
-            for process in (agent, *agent.children(recursive=True)):  # workers have sessions of their own
+            agent.suspend()  # it starts no other worker meanwhile
+            # workers first: a forked one is sent SIGINT where its agent dies, and would have a last word
+            for process in (*agent.children(recursive=True), agent):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             self.wait()

@@ -90,7 +90,7 @@ class Killer(L.Callback):
 
     def __init__(self, plan: dict[str, Any], folder: Path, attempt: int) -> None:
         self.where, self.step, self.armed = plan["where"], plan["step"], False
-        self.after = folder / "checkpoints" / plan["after"] if "after" in plan else None
+        self.checkpoints, self.after = folder / "checkpoints", plan.get("after")
         self.marker, self.entry = folder / f"killed-{attempt}", json.dumps(plan)
 
     def die(self) -> None:
@@ -106,10 +106,12 @@ class Killer(L.Callback):
         assert self.where != "resume"
         if self.armed or trainer.global_step < self.step:
             return
-        self.armed = True
-        end = time.monotonic() + 50  # the other ranks wait in a collective meanwhile
-        while self.after is not None and not is_known_good(self.after) and time.monotonic() < end:
+        end = time.monotonic() + 5  # for the thread that writes; the status itself rank 0 writes between two steps
+        while not self.is_there() and time.monotonic() < end:
             time.sleep(0.02)
+        if not self.is_there():
+            return
+        self.armed = True
         if self.where == "step":
             self.die()
         elif self.where == "gather":  # the others are in it already, or will wait in it
@@ -124,6 +126,10 @@ class Killer(L.Callback):
             _after(Disk, "rename", 1, self.die)
         elif self.where == "rollback":
             _after(snapshots, "restore_cursor", 1, self.die)
+
+    def is_there(self) -> bool:
+        """Whether the checkpoint is known-good that the plan wants first; after a resume its name bears the attempt, too."""
+        return self.after is None or any(map(is_known_good, self.checkpoints.glob(f"{self.after}*")))
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         assert not self.armed or self.where in ("checkpoint", "publish", "rollback")
