@@ -267,9 +267,7 @@ class NonFiniteTracer(SentinelCallback):
 
         Not in compiled modules: another hook would have them compiled anew.
         """
-        if self._deeper or self.boundaries != "auto":
-            return
-        if any(_private.is_compiled(m) or _private.holds_compiled(m) for m in module.modules()):
+        if self._deeper or self.boundaries != "auto" or _private.runs_compiled(module):
             return
         self._deeper = [self._register(inner, path) for inner, path in self._within]
 

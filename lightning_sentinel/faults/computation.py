@@ -93,7 +93,7 @@ class HookedFault(Fault, ABC):
         self._handle = register(self, self.target, module, self._look)
         hit = module.get_submodule(self.target)
         around = [(path, m) for path, m in module.named_modules() if any(inner is hit for inner in m.modules())]
-        self.whole = any(_private.holds_compiled(m) for _, m in around)
+        self.whole = _private.hold_compiled(m for _, m in around)
         self._layers = [
             (path, _private.EagerWhile(m, self.strikes_now)) for path, m in around if _private.is_compiled(m)
         ]

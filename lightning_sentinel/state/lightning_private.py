@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
@@ -684,22 +684,11 @@ def intercept_norm_clipping(trainer: Trainer, clip: Callable[[Optimizer, float],
     return lambda: vars(plugin).pop("clip_grad_by_norm", None)
 
 
-class AroundCompiled:
-    """A forward hook of a module that was compiled on its own (``module.compile()``), outside the compiled region.
+class _InsteadOfCompiled:
+    """``call`` in place of the compiled code of a module that was compiled on its own (``module.compile()``)."""
 
-    What ``register_forward_hook`` registers becomes part of the module's graph.
-    """
-
-    def __init__(self, module: torch.nn.Module, hook: Callable[[torch.nn.Module, Any, Any], None]) -> None:
-        self.module, self.inner = module, module._compiled_call_impl
-        inner: Any = self.inner
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            output = inner(*args, **kwargs)
-            hook(module, args, output)
-            return output
-
-        self.call = call
+    def __init__(self, module: torch.nn.Module, call: Callable[..., Any]) -> None:
+        self.module, self.inner, self.call = module, module._compiled_call_impl, call
         module._compiled_call_impl = call
 
     @property
@@ -711,12 +700,28 @@ class AroundCompiled:
             self.module._compiled_call_impl = self.inner
 
 
-class EagerWhile:
+class AroundCompiled(_InsteadOfCompiled):
+    """A forward hook of a module that was compiled on its own, outside the compiled region.
+
+    What ``register_forward_hook`` registers becomes part of the module's graph.
+    """
+
+    def __init__(self, module: torch.nn.Module, hook: Callable[[torch.nn.Module, Any, Any], None]) -> None:
+        inner: Any = module._compiled_call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            output = inner(*args, **kwargs)
+            hook(module, args, output)
+            return output
+
+        super().__init__(module, call)
+
+
+class EagerWhile(_InsteadOfCompiled):
     """Runs a module that was compiled on its own eagerly while ``condition`` says so: then hooks within it are called."""
 
     def __init__(self, module: torch.nn.Module, condition: Callable[[], bool]) -> None:
-        self.module, self.inner = module, module._compiled_call_impl
-        inner: Any = self.inner
+        inner: Any = module._compiled_call_impl
         eager: Any = module._call_impl
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -724,12 +729,7 @@ class EagerWhile:
                 return inner(*args, **kwargs)
             return eager(*args, **kwargs)
 
-        self.call = call
-        module._compiled_call_impl = call
-
-    def remove(self) -> None:
-        if self.module._compiled_call_impl is self.call:
-            self.module._compiled_call_impl = self.inner
+        super().__init__(module, call)
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
@@ -737,15 +737,24 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
-def holds_compiled(module: torch.nn.Module) -> bool:
-    """Whether the module keeps something that ``torch.compile`` has made: its ``forward``, another method, a function.
+def hold_compiled(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether a module keeps something that ``torch.compile`` has made: its ``forward``, another method, a function.
 
     What ``torch.compile`` returns carries ``_torchdynamo_orig_callable``, or has a ``forward`` that does; Lightning puts such
     a ``training_step`` into a LightningModule that is compiled as a whole.
     """
-    own = [v for key, v in module.__dict__.items() if key != "_compiled_call_impl"]
-    classes = [v for c in type(module).__mro__ if c.__module__.partition(".")[0] != "torch" for v in vars(c).values()]
-    return any(hasattr(v, "_torchdynamo_orig_callable") for v in (*own, *classes) if callable(v))
+    modules = list(modules)
+    kept = [v for m in modules for key, v in m.__dict__.items() if callable(v) and key != "_compiled_call_impl"]
+    # Each class once, but anew at each call: at each full snapshot all modules are asked, and a class may be changed.
+    classes = {c for kind in {type(m) for m in modules} for c in kind.__mro__}
+    kept += [v for c in classes if c.__module__.partition(".")[0] != "torch" for v in vars(c).values() if callable(v)]
+    return any(hasattr(v, "_torchdynamo_orig_callable") for v in kept)
+
+
+def runs_compiled(module: torch.nn.Module) -> bool:
+    """Whether something of a step runs compiled, as far as the module shows it."""
+    modules = list(module.modules())
+    return any(map(is_compiled, modules)) or hold_compiled(modules)
 
 
 @contextmanager

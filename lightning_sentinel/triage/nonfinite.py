@@ -157,7 +157,7 @@ def trace_nonfinite(
         return peers.measured(measure)
 
     as_it_ran: list[_Local] = []
-    is_compiled = peers.any(runs_compiled(module))
+    is_compiled = peers.any(_private.runs_compiled(module))
     graphs = _private.uses_cuda_graphs(trainer.strategy.root_device)
     if is_compiled and not graphs and (max_forwards is None or max_forwards > 1):
         as_it_ran, _ = replayed(live, None if max_forwards is None else max_forwards - 1, by_micro_batch=True)
@@ -186,11 +186,6 @@ def trace_nonfinite(
     report.replay = runs[-1]
     context.write(trainer, "triage.nonfinite", **report.to_dict())
     return report
-
-
-def runs_compiled(module: LightningModule) -> bool:
-    """Whether something of a step runs compiled, as far as the module shows it."""
-    return any(_private.is_compiled(m) or _private.holds_compiled(m) for m in module.modules())
 
 
 def _only_compiled(step: int, as_it_ran: list[_Local]) -> TraceReport:

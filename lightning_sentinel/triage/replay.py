@@ -256,7 +256,7 @@ class _Run:
         self.caught_paths: frozenset[str] = frozenset()
         self.index = 0
         self.own = any(map(_private.is_compiled, module.modules()))  # modules that are compiled on their own
-        self.whole = any(map(_private.holds_compiled, module.modules()))
+        self.whole = _private.hold_compiled(module.modules())
         self.eager = False  # everything in its eager form
         self.fell_back = False  # something compiled ran in its eager form although it should not
         self.heard: CrossEntropies | None = None  # in a training_step

@@ -28,6 +28,7 @@ from lightning_sentinel.context import context_of
 from lightning_sentinel.faults import NanBackward, NanForward, TransientNan
 from lightning_sentinel.faults.base import Fault
 from lightning_sentinel.faults.computation import ModuleFault
+from lightning_sentinel.state.lightning_private import hold_compiled, runs_compiled
 
 # What torch itself warns of while it traces.
 pytestmark = [
@@ -239,6 +240,22 @@ def test_a_fault_that_compiled_code_keeps_from_striking_is_said(monkeypatch: pyt
     assert missed["name"] == "nan_forward"
     assert f"its module '{INSIDE}' was not called in a training step, or by compiled code" in missed["message"]
     assert said == [missed["message"]]
+
+
+def test_what_is_compiled_is_seen_wherever_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seen(module: nn.Module) -> tuple[bool, bool]:
+        return runs_compiled(module), hold_compiled(module.modules())
+
+    assert seen(Compiled(None)) == (False, False)
+    assert seen(ByLayer()) == (True, False)  # each such module is asked on its own
+    assert seen(Compiled("eager")) == (True, True)
+    assert seen(nn.Sequential(torch.compile(Block(), backend="eager"))) == (True, True)
+    model = nn.Sequential(Block())
+    with monkeypatch.context() as patch:  # a class that has been asked before
+        assert seen(model) == (False, False)
+        patch.setattr(Block, "forward", torch.compile(Block.forward, backend="eager"))
+        assert seen(model) == (True, True)
+    assert seen(model) == (False, False)
 
 
 class Graphed(ByLayer):
