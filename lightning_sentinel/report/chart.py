@@ -108,12 +108,16 @@ class Chart:
         worst: The line of the rank that lies furthest above the others, with its number; None for one rank.
         abandoned: Mean loss of the passes that were rolled back.
         nonfinite: Tokens at which the loss was not finite, live or abandoned.
-        panels: Title to lines of the panels below: first the live ones, then the abandoned.
+        gradient: Gradient norm: the live line, then the abandoned ones.
+        update: Norm of the update where it was measured, None where no positive one was: its axis is logarithmic.
+        rate: Learning rate, as ``gradient``.
+        scale: Loss scale on the live path, None where it is always the same.
         x_range: Smallest and largest token count.
         loss_range: Limits of the loss axis.
         log_loss: Whether the loss axis is logarithmic.
         clipped: Values above ``loss_range`` exist.
-        step_ticks: Live (tokens, step) pairs for an axis of steps.
+        steps: Step against tokens on the live path, for an axis of steps.
+        marks: What happened, by lane and tokens.
     """
 
     mean: Line
@@ -153,8 +157,7 @@ def build_chart(run: RunData, summary: Mapping[str, Any], *, points: int = 1500)
     abandoned = [
         thin(tokens[m], loss[m], n) for m, n in zip(abandoned_masks, shares(abandoned_masks, points), strict=True)
     ]
-    scale = steps["loss_scale"]
-    measured = _measured(steps)
+    scale, update, measured = steps["loss_scale"], steps["update_norm"], _measured(steps)
     limits, log_loss, clipped = loss_limits(steps)
     span = (float(tokens.min()), float(tokens.max())) if len(steps) else (0.0, 1.0)
     return Chart(
@@ -164,7 +167,7 @@ def build_chart(run: RunData, summary: Mapping[str, Any], *, points: int = 1500)
         abandoned=abandoned,
         nonfinite=tokens[~np.isfinite(loss)],
         gradient=_panel(steps, steps["grad_norm"], abandoned_masks, points),
-        update=thin(tokens[measured], steps["update_norm"][measured], points) if measured.any() else None,
+        update=thin(tokens[measured], update[measured], points) if (update[measured] > 0).any() else None,
         rate=_panel(steps, steps.learning_rate, abandoned_masks, points),
         scale=thin(tokens[live], scale[live], points) if np.unique(scale[np.isfinite(scale)]).size > 1 else None,
         x_range=span if span[1] > span[0] else (span[0] - 1, span[1] + 1),

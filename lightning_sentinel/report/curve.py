@@ -296,7 +296,7 @@ def _gradient(ax: Axes, chart: Chart) -> None:
     for line in abandoned:
         ax.plot(line.x, line.y, color=GREY, lw=0.9, alpha=0.65, ls=(0, (4, 2)))
     ax.plot(live.x, live.y, color=BLUE, lw=1.0, label="gradient, before clipping")
-    if chart.update is not None and (np.isfinite(chart.update.y) & (chart.update.y > 0)).any():
+    if chart.update is not None:
         ax.plot(chart.update.x, chart.update.y, color=GREEN, lw=1.2, ls=(0, (5, 2)), marker=".", ms=3, label="update")
     ax.set_ylabel("2-norm (log)")
     ax.legend(loc="upper right", fontsize=7.5, frameon=False, ncols=2, borderaxespad=0.1)

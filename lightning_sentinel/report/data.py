@@ -245,9 +245,13 @@ class _Builder:
             events = sorted(
                 [*events, *(e for e in self.others if _identity(e) not in seen)], key=lambda e: number(e.get("time"))
             )
-        data = RunData(steps=steps, events=events, ranks=sorted(self.ranks))
-        data.last_time, data.last_step_time = self.last_time, self.last_step_time
-        return data
+        return RunData(
+            steps=steps,
+            events=events,
+            ranks=sorted(self.ranks),
+            last_time=self.last_time,
+            last_step_time=self.last_step_time,
+        )
 
     def _add_ranks(self, steps: Steps) -> None:
         """The matrix of rank and loss: every rank where the lines hold them all, else those that were ever furthest out."""

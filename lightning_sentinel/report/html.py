@@ -109,13 +109,11 @@ def render_html(run: RunData, summary: Mapping[str, Any]) -> str:
     )
 
 
-def glance(made: list[dict[str, Any]], most: int = 12) -> list[dict[str, Any]]:
-    """The cards that the table at the top shows: those that need somebody first, then the newest."""
-    return _foremost(made, most)
+def glance(rows: Sequence[Mapping[str, Any]], most: int = 12) -> list[dict[str, Any]]:
+    """Of incidents at most so many: those that need somebody, the newest first, then the newest others.
 
-
-def _foremost(rows: Sequence[Mapping[str, Any]], most: int) -> list[dict[str, Any]]:
-    """Of incidents by number at most so many: those that need somebody, the newest first, then the newest others."""
+    So many cards as by default has the table at the top.
+    """
     newest_first = sorted(rows, key=lambda row: (row["status"] not in URGENT, -int(row["number"])))
     return [dict(row) for row in newest_first[:most]]
 
@@ -186,7 +184,7 @@ def cards(run: RunData, summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     incidents = newest_incidents(run)
     made = []
-    for row in sorted(_foremost(summary["incidents"], MAX_CARDS), key=lambda row: int(row["number"])):
+    for row in sorted(glance(summary["incidents"], MAX_CARDS), key=lambda row: int(row["number"])):
         incident = incidents[row["number"]]
         verdict = incident.get("verdict") or {}
         happened = timeline(run, row["number"])

@@ -192,10 +192,10 @@ def _panels(chart: Chart) -> list[tuple[str, list[tuple[str, Line]], list[Line],
     panels = []
     gradient = [*(("s-abandoned", line) for line in chart.gradient[1]), ("s-mean", chart.gradient[0])]
     title = "gradient norm"
-    if chart.update is not None and _positive(chart.update):
+    if chart.update is not None:
         gradient.append(("s-update", chart.update))
         title += ", update (dashed)"
-    if any(_positive(line) for _, line in gradient):
+    if any((line.y[np.isfinite(line.y)] > 0).any() for _, line in gradient):
         panels.append((title, gradient, [line for _, line in gradient], True))
     live, abandoned = chart.rate
     if np.isfinite(live.y).any():
@@ -207,11 +207,6 @@ def _panels(chart: Chart) -> list[tuple[str, list[tuple[str, Line]], list[Line],
     if chart.scale is not None:
         panels.append(("loss scale", [("s-scale", chart.scale)], [chart.scale], True))
     return panels
-
-
-def _positive(line: Line) -> bool:
-    """Whether a logarithmic axis can show anything of a line."""
-    return bool((np.isfinite(line.y) & (line.y > 0)).any())
 
 
 def _lines(axis: _Axis, css: str, lines: Sequence[Line]) -> list[str]:

@@ -497,7 +497,7 @@ def test_a_measurement_repeated_after_a_rollback_counts_where_its_step_is_made_a
     assert told == [(0, 0.5), (10, 0.4), (50, 0.3)]
 
 
-@pytest.mark.parametrize(("norm", "dots"), [(0.3, 1), (float("nan"), 0)])
+@pytest.mark.parametrize(("norm", "dots"), [(0.3, 1), (0.0, 0), (float("nan"), 0)])
 def test_a_single_measurement_is_a_dot_and_none_is_not_announced(tmp_path: Path, norm: float, dots: int) -> None:
     run = MadeRun(tmp_path)
     run.begin()
