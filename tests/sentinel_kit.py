@@ -124,14 +124,17 @@ def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-def run_ranks(script: Path, *arguments: object, seconds: float = 280) -> None:
-    """Run a script whose Trainer starts its own ranks, on a free port; its complaints are the test's."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return int(free.getsockname()[1])
+
+
+def run_ranks(script: Path, *arguments: object, seconds: float = 280) -> None:
+    """Run a script whose Trainer starts its own ranks, on a free port; its complaints are the test's."""
     environment = os.environ | {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(Path(__file__).parent),
     }

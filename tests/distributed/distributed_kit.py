@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[1]))  # torchrun knows the script's own folder only
 from collective_limit import LIMIT as LIMIT
 from collective_limit import CollectiveLimit as CollectiveLimit
+from sentinel_kit import free_port
 
 # Ranks of a loaded machine may meet late; once they train, nothing may wait for longer than the limit.
 MEETING = timedelta(minutes=5)
@@ -33,10 +33,7 @@ def fork_ranks(ranks: int, main: Callable[[], None], seconds: float = 1500.0, *,
     When one falls the others are ended, unless they shall show that they end by themselves (``end_others=False``).
     """
     torch.set_num_threads(1)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     children = {}
     for rank in range(ranks):
         pid = os.fork()

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
@@ -152,12 +151,6 @@ def run(command: Sequence[str], seconds: float, **options: Any) -> subprocess.Co
     started = Started(command, **options)
     said = started.end(seconds)
     return subprocess.CompletedProcess(command, started.returncode, said)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def wait_for_step(folder: Path, step: int, attempt: int = 0, seconds: float = 200.0) -> None:

@@ -21,12 +21,12 @@ from elastic_job import (
     agent_of,
     as_here,
     compare,
-    free_port,
     kills_done,
     read,
     typed,
     wait_for_step,
 )
+from sentinel_kit import free_port
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 STEPS = 24

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from docs_pages import Block
+from sentinel_kit import free_port
 from test_run_journal import Incidents, Model, trainer
 
 from lightning_sentinel import RunJournal
@@ -69,12 +70,6 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Receiver]]:
     yield make
     for receiver in made:
         receiver.close()
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def test_a_run_tells_of_its_incident(tmp_path: Path, serve: Callable[..., Receiver], documented: list[Block]) -> None:

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from sentinel_kit import Loader, Net
+from sentinel_kit import Loader, Net, free_port
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sentinel import RankTelemetry, default_callbacks, infra_event
@@ -469,12 +468,9 @@ L.Trainer(max_steps=4, callbacks=[CollectiveLimit(), callback], logger=False, en
 def test_both_ranks_write_into_the_folder_of_rank_0(tmp_path: Path) -> None:
     script = tmp_path / "two.py"
     script.write_text(TWO_RANKS)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     cluster = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": "2",
         "NODE_RANK": "0",
         "OMP_NUM_THREADS": "1",
