@@ -667,13 +667,13 @@ def intercept_batch_start(trainer: Trainer, hook: Callable[[Any, int], None]) ->
 def intercept_norm_clipping(trainer: Trainer, clip: Callable[[Optimizer, float], bool]) -> Callable[[], None] | None:
     """Ask ``clip(optimizer, most)`` first where Lightning clips gradients by their norm; returns what undoes it.
 
-    None where the precision plugin has its own way to do so (``FSDPPrecision``, ``DeepSpeedPrecision``) or names other
-    parameters than the optimizer's.
+    None where the precision plugin has its own way to do so (``FSDPPrecision``, ``DeepSpeedPrecision``, one that somebody
+    put into the instance) or names other parameters than the optimizer's.
     """
     plugin = trainer.precision_plugin
-    own = type(plugin)
-    if own.clip_grad_by_norm is not Precision.clip_grad_by_norm or own.main_params is not Precision.main_params:
-        return None
+    for name in ("clip_grad_by_norm", "main_params"):
+        if name in vars(plugin) or getattr(type(plugin), name) is not getattr(Precision, name):
+            return None
     inner = plugin.clip_grad_by_norm
 
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
@@ -681,7 +681,12 @@ def intercept_norm_clipping(trainer: Trainer, clip: Callable[[Optimizer, float],
             inner(optimizer, clip_val)
 
     plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
-    return lambda: vars(plugin).pop("clip_grad_by_norm", None)
+
+    def undo() -> None:
+        if vars(plugin).get("clip_grad_by_norm") is clip_grad_by_norm:  # else somebody has put another one around it
+            del plugin.clip_grad_by_norm
+
+    return undo
 
 
 class _InsteadOfCompiled:

@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor, nn
 
 from lightning_sentinel import RankTelemetry, RunJournal, default_callbacks
@@ -97,6 +97,64 @@ def test_weights_are_those_of_a_run_without_the_suite(
     assert bits(watched) == bits(bare)
     [telemetry] = [c for c in suite if isinstance(c, RankTelemetry)]
     assert telemetry.shared_norm.used == shared
+
+
+def halves(plugin: Precision, calls: list[float]) -> Any:
+    def clip_grad_by_norm(optimizer: Any, most: float) -> None:
+        calls.append(most)
+        torch.nn.utils.clip_grad_norm_(plugin.main_params(optimizer), most / 2)
+
+    return clip_grad_by_norm
+
+
+def leaves_the_last_layer(plugin: Precision, calls: list[float]) -> Any:
+    def main_params(optimizer: Any) -> list[Tensor]:
+        calls.append(0.5)
+        return optimizer.param_groups[0]["params"][:4]  # type: ignore[no-any-return]
+
+    return main_params
+
+
+@pytest.mark.parametrize("patch", [halves, leaves_the_last_layer])
+def test_what_somebody_has_put_into_the_plugin_is_what_clips(patch: Any) -> None:
+    def fitted(*suite: L.Callback) -> list[bytes]:
+        plugin, calls = Precision(), list[float]()
+        own = patch(plugin, calls)
+        setattr(plugin, own.__name__, own)
+        ended = bits(fit(Net(), [*suite], [], plugins=[plugin]))
+        assert calls == [0.5] * STEPS
+        assert vars(plugin) == {own.__name__: own}
+        return ended
+
+    telemetry = RankTelemetry()
+    watched = fitted(telemetry)
+    assert watched == fitted()
+    assert telemetry.shared_norm.used == 0
+    assert (watched == bits(fit(Net(), [], [], gradient_clip_val=0.25))) == (patch is halves)
+    assert watched != bits(fit(Net(), [], []))
+
+
+def test_what_is_put_around_it_in_the_fit_stays() -> None:
+    calls: list[float] = []
+
+    class Wraps(L.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 0:
+                inner = plugin.clip_grad_by_norm
+
+                def around(optimizer: Any, most: float) -> None:
+                    calls.append(most)
+                    inner(optimizer, most)
+
+                plugin.clip_grad_by_norm = around  # type: ignore[method-assign]
+
+    plugin, telemetry = Precision(), RankTelemetry()
+    watched = fit(Net(), [telemetry], [Wraps()], plugins=[plugin])
+    assert bits(watched) == bits(fit(Net(), [], []))
+    assert (calls, telemetry.shared_norm.used) == ([0.5] * STEPS, STEPS)
+    assert [*vars(plugin)] == ["clip_grad_by_norm"]
+    assert bits(fit(Net(), [RankTelemetry()], [], plugins=[plugin])) == bits(watched)
+    assert calls == [0.5] * STEPS * 2
 
 
 @pytest.mark.filterwarnings("ignore:Rollback is off:UserWarning", "ignore:.*does not have many workers.*")
