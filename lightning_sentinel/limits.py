@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,14 +88,14 @@ def check_limits(owner: str, values: Mapping[str, Any]) -> None:
             )
 
 
-def nearest(name: object, valid: Sequence[str]) -> str:
-    """The end of an error message: the valid name that was meant, or nothing.
+def nearest(name: object, valid: Iterable[str], cutoff: float = 0.4) -> str:
+    """The end of an error message: the valid name that was meant, or nothing; with ``cutoff=0`` the most similar in any case.
 
     Example:
         >>> nearest("recver", ("observe", "guard", "recover"))
         " Nearest valid name: 'recover'."
     """
-    close = difflib.get_close_matches(str(name), valid, n=1, cutoff=0.4)
+    close = difflib.get_close_matches(str(name), [*map(str, valid)], n=1, cutoff=cutoff)
     return f" Nearest valid name: {close[0]!r}." if close else ""
 
 

@@ -14,12 +14,11 @@ Example:
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .incidents import Action, FindingKind, Verdict, VerdictKind
-from .limits import CHOICES
+from .limits import CHOICES, nearest
 
 MODES = CHOICES["policy"]["mode"]
 
@@ -187,14 +186,14 @@ class Policy:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(
-                f"policy: mode is {self.mode!r}, expected one of {', '.join(MODES)}.{_nearest(self.mode, MODES)}"
+                f"policy: mode is {self.mode!r}, expected one of {', '.join(MODES)}.{nearest(self.mode, MODES, 0.0)}"
             )
         if self.budget_steps < 1:
             raise ValueError(f"policy: budget_steps is {self.budget_steps}, expected at least 1.")
         ladders = dict(DEFAULT_LADDERS)
         for case, rungs in self.ladders.items():
             if case not in DEFAULT_LADDERS:
-                raise ValueError(f"policy: ladders has no case {case!r}.{_nearest(case, DEFAULT_LADDERS)}")
+                raise ValueError(f"policy: ladders has no case {case!r}.{nearest(case, DEFAULT_LADDERS, 0.0)}")
             ladders[case] = tuple(_action(r, f"ladders[{case!r}]") for r in rungs)
             if not ladders[case]:
                 raise ValueError(f"policy: ladders[{case!r}] is empty, expected at least one action.")
@@ -251,11 +250,4 @@ def _action(name: str | Action, where: str) -> Action:
     try:
         return Action(name)
     except ValueError:
-        raise ValueError(
-            f"policy: {where} names {name!r}, which is no action.{_nearest(str(name), list(Action))}"
-        ) from None
-
-
-def _nearest(name: str, valid: Sequence[str] | Mapping[str, object]) -> str:
-    close = difflib.get_close_matches(name, [str(v) for v in valid], n=1, cutoff=0.0)
-    return f" Nearest valid name: {close[0]!r}." if close else ""
+        raise ValueError(f"policy: {where} names {name!r}, which is no action.{nearest(name, Action, 0.0)}") from None
