@@ -121,7 +121,7 @@ class RunContext:
     def remember(self, record: StepRecord) -> None:
         """Take a record into the history; of very many ranks fewer are kept, so that the history stays small."""
         self.history.append(record)
-        if len(self.history) > HISTORY_LEAST:
+        if record.world_size > 1 and len(self.history) > HISTORY_LEAST:
             most = max(HISTORY_LEAST, HISTORY_BYTES // max(record.nbytes, 1))
             while len(self.history) > most:
                 self.history.popleft()

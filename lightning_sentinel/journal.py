@@ -198,7 +198,9 @@ def _plain(value: Any, depth: int) -> Any:
         return f"[nested deeper than {_MAX_DEPTH}: {type(value).__name__}]"
     if kind is dict or isinstance(value, Mapping):
         return {
-            k if type(k) is str else str(_plain(k, depth + 1)): v if type(v) in _AS_THEY_ARE else _plain(v, depth + 1)
+            k if type(k) is str else str(_plain(k, depth + 1)): v
+            if type(v) in _AS_THEY_ARE or (type(v) is float and v - v == 0.0)
+            else _plain(v, depth + 1)
             for k, v in value.items()
         }
     if isinstance(value, (set, frozenset)):

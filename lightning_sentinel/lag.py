@@ -120,9 +120,7 @@ class Lag:
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         response = next((c for c in callbacks if hasattr(c, "decide_late")), None)
         self._mode = "observe" if response is None else response.policy.mode
-        self._due = tuple(
-            n for c in callbacks if type(c).__name__ in _PUTS_AWAY and (n := int(getattr(c, "every_n_steps", 0))) > 0
-        )
+        self._due = tuple(n for c in callbacks if (n := _puts_away_every(c, trainer)) > 0)
         self._off = None
         if scaler_of(trainer) is not None:
             self._off = "a gradient scaler waits for the device in every step anyway"
@@ -217,8 +215,12 @@ class Lag:
         self.earlier = next((u for u in reversed(self._memory) if u.facts.step == step), None)
 
 
-# Callbacks that put a state away at their steps.
-_PUTS_AWAY = frozenset({"Rollback", "ForensicCheckpoint"})
+def _puts_away_every(callback: Any, trainer: Trainer) -> int:
+    """Steps between two states that a callback puts away; 0 for one that does not."""
+    name = type(callback).__name__
+    if name == "Rollback":
+        return int(callback.interval(trainer))
+    return int(callback.every_n_steps) if name == "ForensicCheckpoint" else 0
 
 
 def can_skip_on_device(optimizer: Optimizer) -> bool:

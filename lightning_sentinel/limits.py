@@ -225,7 +225,7 @@ LIMITS: Mapping[str, Mapping[str, Limit]] = {
     },
     "ReplicaConsistency": {"every_n_steps": _count("steps", 1)},
     "Rollback": {
-        "every_n_steps": _count("steps", 1),
+        "every_n_steps": _count("steps", 1, optional=True),
         "keep": _count("snapshots", 2, why="one known-good snapshot and one candidate"),
     },
     "RunJournal": {

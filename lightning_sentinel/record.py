@@ -89,7 +89,13 @@ class StepRecord:
         ``facts``: every other field.
         """
         record = object.__new__(cls)  # a frozen dataclass is a call for each field, in every step
-        record.__dict__.update(facts, numbers=row, world_size=1)
+        record.__dict__.update(
+            facts,
+            numbers=row,
+            world_size=1,
+            mean_loss=row[0] if row[1] > 0 else math.nan,
+            has_nonfinite=bool(row[_NONFINITE[0]] or row[_NONFINITE[1]]),
+        )
         return record
 
     def __getattr__(self, name: str) -> FloatArray:

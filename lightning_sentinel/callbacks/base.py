@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from lightning.pytorch import Callback, Trainer
 
 from ..collectives import gather_object
-from ..context import RunContext, context_of
+from ..context import context_of
 from ..data.quarantine import FILE_NAME, QuarantineLedger
 from ..detectors.base import Detector
 from ..incidents import Finding
@@ -108,9 +108,15 @@ def note_restart(trainer: Trainer) -> None:
 
 
 class SentinelCallback(Callback):
-    """Base of the suite's callbacks. ``rewinds`` says whether a rollback takes the callback's state back with it."""
+    """Base of the suite's callbacks.
+
+    Attributes:
+        rewinds: Whether a rollback takes the callback's state back with it.
+        compares_ranks: Whether its ``observe`` has nothing to say of a run on one rank.
+    """
 
     rewinds = True
+    compares_ranks = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -122,9 +128,7 @@ class SentinelCallback(Callback):
     def state_key(self) -> str:
         return f"lightning_sentinel.{type(self).__qualname__}"
 
-    @staticmethod
-    def context(trainer: Trainer) -> RunContext:
-        return context_of(trainer)
+    context = staticmethod(context_of)
 
 
 def needs_telemetry(trainer: Trainer, callback: Callback, stage: str) -> None:

@@ -227,7 +227,7 @@ class BatchValidator(SentinelCallback):
         if self._screens(part) and (documents is None or documents.shape == part.tokens.shape):  # type: ignore[union-attr]
             assert part.tokens is not None
             assert part.targets is not None
-            if part.tokens.device.type == part.targets.device.type == "cpu":
+            if part.tokens.is_cpu and part.targets.is_cpu:
                 return not self._screen_on_host(part.tokens.numpy(), part.targets.numpy(), documents)
         return False
 
@@ -351,7 +351,7 @@ class BatchValidator(SentinelCallback):
                 return True
         if documents is None or documents.dim() != 2 or documents.shape[1] < 2:
             return False
-        rises = documents.numpy() if documents.device.type == "cpu" else documents.cpu().numpy()
+        rises = documents.numpy() if documents.is_cpu else documents.cpu().numpy()
         return bool(np.logical_or.reduce(rises[:, 1:] < rises[:, :-1], axis=None))
 
     def _checks(self, part: Part) -> Iterator[_Check]:
@@ -472,7 +472,7 @@ class BatchValidator(SentinelCallback):
 
     def _passes(self, found: Sequence[Part], ids: Sequence[str], epoch: int) -> list[int]:
         """Which pass over its data each sample belongs to: as the loader says, else the Trainer's epoch."""
-        counted = [number for part in found for number in part.passes or ()]
+        counted = list(found[0].passes or ()) if len(found) == 1 else [n for part in found for n in part.passes or ()]
         if len(counted) == len(ids):
             return counted
         if epoch != self._epoch:

@@ -772,7 +772,7 @@ class IncidentResponse(SentinelCallback):
     def _mark_healthy(self, trainer: Trainer, record: StepRecord, window: StepWindow | None = None) -> None:
         mark_healthy(trainer, window)
         context = self.context(trainer)
-        if not context.snapshots or any(i.kinds - REPORT_ONLY for i in context.unsolved()):
+        if not context.snapshots or (context.incidents and any(i.kinds - REPORT_ONLY for i in context.unsolved())):
             return
         if self._rollback is not None:
             self._rollback.mark_known_good(trainer, record.step - self.probation_steps)

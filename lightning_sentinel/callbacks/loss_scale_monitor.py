@@ -116,6 +116,7 @@ class LossScaleMonitor(DetectorCallback):
         self._known_scale: float | None = None
         self._in_step: dict[str, Any] | None = None
         self._record: StepRecord | None = None
+        self._scaler: torch.amp.GradScaler | None = None  # of this fit
         self._watching = False
 
     def observe(self, record: StepRecord) -> list[Finding]:
@@ -125,7 +126,7 @@ class LossScaleMonitor(DetectorCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._in_step = None
-        scaler = live_scaler(trainer)
+        self._scaler = scaler = live_scaler(trainer)
         if scaler is not None and not pl_module.automatic_optimization:
             self._watch_clipping(trainer, pl_module, scaler)
         if scaler is None:
@@ -182,7 +183,7 @@ class LossScaleMonitor(DetectorCallback):
         )
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        scaler = live_scaler(trainer)
+        scaler = self._scaler
         if scaler is None:
             return
         scale = float(scaler.get_scale())
@@ -198,7 +199,7 @@ class LossScaleMonitor(DetectorCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        scaler = live_scaler(trainer)
+        scaler = self._scaler
         if scaler is None or self._in_step is None:
             return
         before, self._in_step = self._in_step, None

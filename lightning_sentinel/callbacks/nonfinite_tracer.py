@@ -26,7 +26,7 @@ from ..triage.nonfinite import TraceReport, first_bad_boundary, trace_nonfinite
 from ..triage.origin import Range, is_bad
 from ..triage.replay import ReplayUnavailableError, block_paths, outer_blocks, total_of
 from ..triage.sandbox import REPLAYING
-from ..triage.window import ensure_capture
+from ..triage.window import StepWindow, ensure_capture
 from .base import SentinelCallback, find_callback
 
 log = logging.getLogger("lightning_sentinel")
@@ -276,30 +276,28 @@ class NonFiniteTracer(SentinelCallback):
             self._armed.watch(loss)
         self._holding = False  # what runs from here on is a recomputation, unless another loss follows
         if self._held:
-            self._let_go(self.context(trainer), loss)
+            window, learn = self.context(trainer).window, self._forwards % LEARN_EVERY == 0
+            self._forwards += 1
+            finite = window is None or math.isfinite(loss.item())
+            if learn or not finite:
+                self._let_go(None if finite else window)
+            self._held = []
 
     @torch.no_grad()
-    def _let_go(self, context: RunContext, loss: Tensor) -> None:
-        """Flag the outputs that were held if the loss that they led to is not finite, and hold them no longer.
+    def _let_go(self, window: StepWindow | None) -> None:
+        """Look at the outputs that were held, and flag them in this window, where the loss they led to is not finite.
 
         Until here the graph holds them as well, so this takes no memory.
         """
-        held, self._held = self._held, []
-        window, learn = context.window, self._forwards % LEARN_EVERY == 0
-        self._forwards += 1
-        finite = window is None or math.isfinite(loss.item())
-        if finite and not learn:
-            return
         sound = []
-        for entry in held:
+        for entry in self._held:
             path, output, version = entry
             if output._version == version:
                 sound.append(entry)
             else:
                 self._overwritten.add(path)  # what it was is gone: from now on it is flagged at once
-        if finite:
+        if window is None:
             return
-        assert window is not None
         for path, output, _ in sound:
             total = total_of(output)
             if total is not None:
@@ -443,20 +441,24 @@ class NonFiniteTracer(SentinelCallback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self._fit = (trainer, pl_module, optimizer)
         self._holding = False  # a replay is no forward of the run
-        self._take_flags(trainer)
-        self._finish_armed_step(trainer)
-        record = self.context(trainer).record
-        if record is not None and (record.step, record.attempt) == (trainer.global_step, self.context(trainer).attempt):
-            self.observe(
-                record
-            )  # RankTelemetry stands before us in the Trainer and has asked already, without an optimizer
+        context = self.context(trainer)
+        if context.window is not None and context.window.boundary_flags:
+            self._take_flags(trainer)
+        if self._armed is not None:
+            self._finish_armed_step(trainer)
+        record = context.record
+        if record is not None and (record.step, record.attempt) == (trainer.global_step, context.attempt):
+            # RankTelemetry stands before us in the Trainer and has asked already, without an optimizer
+            self.observe(record)
 
     def observe(self, record: StepRecord) -> list[Finding]:
         """Trace at once where nobody else will ask for it. States nothing: the record's own findings stand."""
         if self._fit is None:
             return []
         trainer, module, optimizer = self._fit
-        self._take_flags(trainer)  # before a healthy step's flags are let go
+        window = self.context(trainer).window
+        if window is not None and window.boundary_flags:
+            self._take_flags(trainer)  # before a healthy step's flags are let go
         if not record.has_nonfinite:
             return []
         from .incident_response import IncidentResponse

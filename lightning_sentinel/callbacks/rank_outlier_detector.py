@@ -47,6 +47,8 @@ class RankOutlierDetector(DetectorCallback):
         straggler_steps: Steps in a row that make a slow rank a straggler.
     """
 
+    compares_ranks = True
+
     def __init__(
         self,
         threshold: float = RankOutlier.threshold,

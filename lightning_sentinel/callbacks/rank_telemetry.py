@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ..clipping import SharedNorm
 from ..collectives import TwoStages, gather_flat
-from ..context import RunContext, context_of
+from ..context import RunContext
 from ..data.identity import Part, parts, sample_ids, supervised_token_count, token_count
 from ..detectors.nonfinite import NonFinite
 from ..detectors.robust import sorted_median
@@ -43,14 +43,14 @@ FLOAT32_SQUARE_LIMIT = 1.8e19
 
 _NONE = type(None)
 _PLAIN_OR_NONE = {Tensor, _NONE}
-_PLAIN, _GRAD, _DTYPE, _IS_SPARSE = {Tensor}, attrgetter("grad"), attrgetter("dtype"), attrgetter("is_sparse")
+_PLAIN, _FLOAT, _FLOAT32 = {Tensor}, {float}, {torch.float32}
+_GRAD, _DTYPE, _IS_SPARSE = attrgetter("grad"), attrgetter("dtype"), attrgetter("is_sparse")
 
 # A step line holds every rank's loss up to so many ranks; beyond that those of the ranks furthest out.
 ALL_RANKS, KEPT_OUTLIERS = 64, 8
 
 # Findings that callbacks leave for the next gate, once.
 ONCE = ("start_findings", "restart_findings")
-_LEFT = ("batch_findings", *ONCE)
 
 GRAD_NORM, UPDATE_NORM, TOKENS, NONFINITE_GRADS, TERMINATED = (
     SIGNAL_INDEX[name] for name in ("grad_norm", "update_norm", "tokens", "nonfinite_grads", "terminated")
@@ -213,6 +213,7 @@ class RankTelemetry(SentinelCallback):
         self._response: Any = None
         self.shared_norm = SharedNorm()
         self._on_host = False  # one rank on the CPU: the row is a list of numbers
+        self._schedulers: dict[int, list[Any]] = {}  # by optimizer
         self._scaler: Any = None
         self._sharded: dict[int, bool] = {}  # by optimizer
         self._share: dict[int, float] = {}  # of a sharded run: 1 / sqrt(ranks on which this parameter's part lies)
@@ -252,6 +253,7 @@ class RankTelemetry(SentinelCallback):
         self._on_host = trainer.world_size == 1 and trainer.strategy.root_device.type == "cpu"
         self._scaler = scaler_of(trainer)
         self._sharded = {id(o): is_sharded(o) for o in trainer.optimizers}
+        self._schedulers = _schedulers(trainer)
         parameters = [p for o in trainer.optimizers for group in o.param_groups for p in group["params"]]
         self._share = {}
         if trainer.world_size > 1 and any(map(is_sharded, trainer.optimizers)):
@@ -375,7 +377,9 @@ class RankTelemetry(SentinelCallback):
             if context.held:  # the run goes back to before the earlier step: this one has never been
                 return
         if self.lag.reads_now(trainer, facts) or self.lag.keep_out(trainer, optimizer, _matrix(rows), facts):
-            values = self._look_again(trainer, optimizer, rows if isinstance(rows, list) else read_now(rows))
+            values: _Values = rows if isinstance(rows, list) else read_now(rows)
+            if not (isinstance(values, list) and 1e-12 < values[GRAD_NORM] < FLOAT32_SQUARE_LIMIT):
+                values = self._look_again(trainer, optimizer, values)
             facts.applied = self._judge(trainer, pl_module, optimizer, facts, values)
         self._start_update_norm(optimizer, facts.step, context.held)
         if not pl_module.automatic_optimization:
@@ -458,10 +462,11 @@ class RankTelemetry(SentinelCallback):
         if self._seen_callbacks == callbacks:
             return
         self._seen_callbacks = list(callbacks)
+        alone = trainer.world_size == 1
         self._observers = [
             c.detector.observe if getattr(c.observe, "__func__", None) is DetectorCallback.observe else c.observe
             for c in callbacks
-            if c is not self and hasattr(c, "observe")
+            if c is not self and hasattr(c, "observe") and not (alone and getattr(c, "compares_ranks", False))
         ]
         self._response = next((c for c in callbacks if hasattr(c, "decide")), None)
 
@@ -515,14 +520,17 @@ class RankTelemetry(SentinelCallback):
         flags = context.scratch.get("batch_flags", ())
         sharded = self._sharded.get(id(optimizer))
         rates: list[Any] = [group["lr"] for group in optimizer.param_groups]
-        planned = _planned_rates(trainer, optimizer)
-        riding = [v for v in (*rates, *(planned or ())) if isinstance(v, Tensor) and v.device.type != "cpu"]
+        planned = _planned_rates(self._schedulers.get(id(optimizer), ()), context)
+        plain = _FLOAT.issuperset(map(type, rates)) and (planned is None or _FLOAT.issuperset(map(type, planned)))
+        riding = (
+            [] if plain else [v for v in (*rates, *(planned or ())) if isinstance(v, Tensor) and v.device.type != "cpu"]
+        )
         facts = Facts(
             step=trainer.global_step,
             attempt=context.attempt,
-            learning_rates=_on_host(rates),
-            late=[look for _, look in flags],
-            planned_rates=None if planned is None else _on_host(planned),
+            learning_rates=tuple(rates) if plain else _on_host(rates),
+            late=[look for _, look in flags] if flags else [],
+            planned_rates=None if planned is None else tuple(planned) if plain else _on_host(planned),
             riding=len(riding),
             sample_ids=tuple(self._ids),
             findings=self._own_findings(context),
@@ -536,7 +544,7 @@ class RankTelemetry(SentinelCallback):
         invalid: Tensor | float = float(len(facts.findings))
         for flag, _ in flags:
             invalid = invalid + flag.double()
-        row = self._row(trainer, norm, step_seconds, not grads, invalid, device)
+        row = self._row(context, norm, step_seconds, not grads, invalid, device)
         if isinstance(row, list):
             return facts, row
         if riding:
@@ -551,9 +559,11 @@ class RankTelemetry(SentinelCallback):
     def _norm_of(self, optimizer: Optimizer, grads: list[Tensor]) -> Tensor | float:
         if self._share:
             return total_norm(grads, shares=self._shares(optimizer))
-        norms = _norms(grads, torch.float32)
+        single = set(map(_DTYPE, grads)) == _FLOAT32
+        # Named, even the tensors' own dtype costs a conversion check for each of them.
+        norms = torch._foreach_norm(grads, 2) if single else torch._foreach_norm(grads, 2, dtype=torch.float32)
         # What is clipped are the parameters' own gradients, each by a norm in its own dtype.
-        if self.shared_norm.wanted and set(map(type, grads)) == _PLAIN and set(map(_DTYPE, grads)) == {torch.float32}:
+        if single and self.shared_norm.wanted and _PLAIN.issuperset(map(type, grads)):
             self.shared_norm.keep(grads, norms)
         return math.hypot(*map(Tensor.item, norms)) if self._on_host else _total(norms)
 
@@ -595,7 +605,7 @@ class RankTelemetry(SentinelCallback):
 
     def _row(
         self,
-        trainer: Trainer,
+        context: RunContext,
         norm: Tensor | float,
         step_seconds: float,
         no_grads: bool,
@@ -620,7 +630,7 @@ class RankTelemetry(SentinelCallback):
             self._data_seconds,
             invalid,
             float(no_grads and bool(self._losses)),
-            float(self.context(trainer).terminating),
+            float(context.terminating),
             self._waiting.take() if self._waiting is not None else 0.0,
         )
         if self._on_host:
@@ -646,9 +656,10 @@ class RankTelemetry(SentinelCallback):
         if not self._losses:
             return math.nan, 0.0, tokens, 0.0
         if len(self._losses) == 1:
-            loss = self._losses[0]
-            if loss.device.type == "cpu":
-                number = loss.item() if self._loss_number is None else self._loss_number
+            loss, number = self._losses[0], self._loss_number
+            if number is None and loss.device.type == "cpu":
+                number = loss.item()
+            if number is not None:
                 return number, self._weights[0], tokens, float(not math.isfinite(number))
             return loss, self._weights[0], tokens, ~torch.isfinite(loss)
         losses = torch.stack(self._losses).to(device).double()
@@ -674,7 +685,11 @@ class RankTelemetry(SentinelCallback):
     def _own_findings(context: RunContext) -> list[Finding]:
         """What other callbacks of this rank have found since the last gate."""
         scratch = context.scratch
-        return [f for name in _LEFT for f in scratch.get(name, ())]
+        found = list(scratch.get("batch_findings", ()))
+        for name in ONCE:
+            if name in scratch:
+                found += scratch[name]
+        return found
 
     # ----------------------------------------------------------------------------------- after the step: update norm
 
@@ -931,13 +946,21 @@ def scale_of_gradients(trainer: Trainer, optimizer: Optimizer) -> Tensor | float
     return 1.0
 
 
-def _planned_rates(trainer: Trainer, optimizer: Optimizer) -> list[Any] | None:
-    """What the scheduler of this optimizer last set, a number or 0-dim tensor per parameter group; None without one."""
+def _schedulers(trainer: Trainer) -> dict[int, list[Any]]:
+    """By optimizer the schedulers that set its rates."""
+    found: dict[int, list[Any]] = {}
     for config in trainer.lr_scheduler_configs:
-        scheduler = config.scheduler
-        if getattr(scheduler, "optimizer", None) is optimizer and hasattr(scheduler, "_last_lr"):
-            factor = context_of(trainer).scratch.get("lr_factor")  # a reduction that is in force on purpose
-            return [rate if factor is None else rate * factor for rate in scheduler._last_lr]
+        found.setdefault(id(getattr(config.scheduler, "optimizer", None)), []).append(config.scheduler)
+    return found
+
+
+def _planned_rates(schedulers: Sequence[Any], context: RunContext) -> list[Any] | None:
+    """What a scheduler last set, a number or 0-dim tensor per parameter group; None without one."""
+    for scheduler in schedulers:
+        rates: list[Any] | None = getattr(scheduler, "_last_lr", None)
+        if rates is not None:
+            factor = context.scratch.get("lr_factor")  # a reduction that is in force on purpose
+            return rates if factor is None else [rate * factor for rate in rates]
     return None
 
 

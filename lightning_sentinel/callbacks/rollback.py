@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
+from ..context import context_of
 from ..incidents import Action
 from ..limits import check_limits
 from ..state import lightning_private as private
@@ -31,6 +32,9 @@ from .base import (
     watch_lightning_files,
 )
 from .forensic_checkpoint import ForensicCheckpoint
+
+# Going back costs the steps since the snapshot, so it is worth its price more often than a look back is.
+EVERY_N_STEPS, EVERY_N_STEPS_AS_EVIDENCE = 25, 50
 
 _ROLLBACKS = (Action.RETRY_STEP, Action.ROLLBACK_REPLAY, Action.ROLLBACK_SKIP)
 
@@ -61,10 +65,10 @@ class Rollback(SentinelCallback):
     replayed and those that are left out.
 
     Snapshots are taken before the first batch of a step: one before the first step of the fit, then every
-    ``every_n_steps``. The newest known-good snapshot and the newest one from before each open incident are never dropped.
-    What began before all of them, or long after the newest one that is old enough, goes back to the newest known-good
-    checkpoint of ``ForensicCheckpoint`` on the same path, where the Trainer has that callback; for the moment of the
-    restore this takes the memory of one more snapshot.
+    :meth:`interval` steps. The newest known-good snapshot and the newest one from before each open incident are never
+    dropped. What began before all of them, or long after the newest one that is old enough, goes back to the newest
+    known-good checkpoint of ``ForensicCheckpoint`` on the same path, where the Trainer has that callback; for the moment of
+    the restore this takes the memory of one more snapshot.
 
     Where the data position cannot be put back (see :meth:`unavailable`) rollback is off, with one warning at the start;
     training and all other callbacks go on.
@@ -75,7 +79,8 @@ class Rollback(SentinelCallback):
         (50, 2)
 
     Args:
-        every_n_steps: Optimizer steps between two snapshots.
+        every_n_steps: Optimizer steps between two snapshots. None: 25 where the run may go back to them; 50 under a
+            response that never does (``observe``, ``guard``), for which they are evidence only.
         keep: Snapshots in memory, at least 2 (one known-good, one candidate). Each holds as many bytes as weights and
             optimizer state together.
         retry: Also keep a light snapshot of each step's start, so that a single step can be tried again without going
@@ -85,7 +90,9 @@ class Rollback(SentinelCallback):
 
     rewinds = False
 
-    def __init__(self, every_n_steps: int = 25, keep: int = 2, retry: bool = True, cursor: str = "auto") -> None:
+    def __init__(
+        self, every_n_steps: int | None = None, keep: int = 2, retry: bool = True, cursor: str = "auto"
+    ) -> None:
         check_limits("Rollback", locals())
         self.every_n_steps = every_n_steps
         self.keep = keep
@@ -100,11 +107,18 @@ class Rollback(SentinelCallback):
         self._request: _Request | None = None
         self._trainer: Trainer | None = None
         self._last_step = -1
+        self._interval = every_n_steps or EVERY_N_STEPS
         self._probation: int | None = None  # steps, as seen from the calls of mark_known_good
         self._unwatch: Callable[[], None] = lambda: None
         self._starts: dict[int, int] = {}  # step at which each attempt began
 
     # --- What others call ---------------------------------------------------------------------------------------
+
+    def interval(self, trainer: Trainer) -> int:
+        """Optimizer steps between two snapshots in this run."""
+        if self.every_n_steps is not None:
+            return self.every_n_steps
+        return EVERY_N_STEPS if _may_go_back(trainer) else EVERY_N_STEPS_AS_EVIDENCE
 
     def unavailable(self, trainer: Trainer) -> str | None:
         """Why rollback is off in this run, as a sentence, or None if it works. The same on every rank."""
@@ -198,8 +212,8 @@ class Rollback(SentinelCallback):
     def mark_known_good(self, trainer: Trainer, step: int) -> None:
         """Every snapshot at or before ``step`` has passed its probation; called after each healthy step."""
         self._probation = trainer.global_step - step
-        for snapshot in self.context(trainer).snapshots:
-            if snapshot.step <= step:
+        for snapshot in context_of(trainer).snapshots:
+            if not snapshot.known_good and snapshot.step <= step:
                 snapshot.known_good = True
 
     # --- Hooks --------------------------------------------------------------------------------------------------
@@ -224,15 +238,12 @@ class Rollback(SentinelCallback):
             context.write(trainer, "rollback.off", reasons=reasons)
             rank_zero_warn("Rollback is off, training goes on without it. " + " ".join(reasons))
             return
-        self._light_problem = next(iter(light_problems(trainer)), None) if self._may_retry(trainer) else "retry=False"
+        self._interval = self.interval(trainer)
+        may_retry = self.retry and _may_go_back(trainer)
+        self._light_problem = next(iter(light_problems(trainer)), None) if may_retry else "retry=False"
         control = private.advance_control(trainer)
         control.before.append(self._before_batch)
         control.after.append(self._after_batch)
-
-    def _may_retry(self, trainer: Trainer) -> bool:
-        """Whether anybody may ask for a step to be tried again: a response that only watches or guards never does."""
-        response = next((c for c in trainer.callbacks if hasattr(c, "decide")), None)  # type: ignore[attr-defined]
-        return self.retry and (response is None or response.policy.mode == "recover")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._detach(trainer)
@@ -272,9 +283,7 @@ class Rollback(SentinelCallback):
         if private.window_open(trainer) or step == self._last_step:
             return
         # A batch may hold several steps (several optimizers), so a multiple can be passed without being met.
-        passed = (
-            step // self.every_n_steps > (self._last_step if self._last_step >= 0 else step - 1) // self.every_n_steps
-        )
+        passed = step // self._interval > (self._last_step if self._last_step >= 0 else step - 1) // self._interval
         self._last_step = step
         context = self.context(trainer)
         unanswered = context.held and any(i.is_open and not i.actions for i in context.incidents)
@@ -331,7 +340,7 @@ class Rollback(SentinelCallback):
 
     def _much_newer(self, saved: int | None, snapshot: Snapshot) -> bool:
         """Reading a checkpoint pays where it spares more steps than usually lie between two snapshots."""
-        return saved is not None and saved > snapshot.step + self.every_n_steps
+        return saved is not None and saved > snapshot.step + self._interval
 
     def _saved_step(self, trainer: Trainer, before_step: int) -> int | None:
         checkpoint = find_callback(trainer, ForensicCheckpoint)
@@ -367,7 +376,7 @@ class Rollback(SentinelCallback):
         oldest = snapshots[0].step if snapshots else None
         raise RollbackUnavailable(
             f"No snapshot from before step {before_step} is left; the oldest is of step {oldest}, and no known-good"
-            f" checkpoint is older. Raise `keep` ({self.keep}) or `every_n_steps` ({self.every_n_steps}), or add"
+            f" checkpoint is older. Raise `keep` ({self.keep}) or `every_n_steps` ({self._interval}), or add"
             " lightning_sentinel.ForensicCheckpoint."
         )
 
@@ -450,3 +459,9 @@ class Rollback(SentinelCallback):
             policy=str(request.action),
             reason=request.reason,
         )
+
+
+def _may_go_back(trainer: Trainer) -> bool:
+    """Whether anybody may ask for a rollback: a response that only watches or guards never does."""
+    response = next((c for c in trainer.callbacks if hasattr(c, "decide")), None)  # type: ignore[attr-defined]
+    return response is None or response.policy.mode == "recover"

@@ -42,6 +42,7 @@ log = logging.getLogger("lightning_sentinel")
 LR_JUMP = 0.2
 # Schedules of mixtures move in small steps; only what a reader would see in the curve is an event.
 MIXTURE_CHANGE = 0.02
+_FLOAT = {float}
 
 # A report made while training goes on is followed by a pause of so many times what it took.
 REPORT_SHARE = 20.0
@@ -203,7 +204,8 @@ class RunJournal(SentinelCallback):
         self._changes_told = False
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self.tell_changes(trainer, trainer.global_step)
+        if not self._changes_told:
+            self.tell_changes(trainer, trainer.global_step)
 
     def tell_changes(self, trainer: Trainer, step: int) -> None:
         """What has changed since the last fit in this folder, once it is known that this one goes on at ``step``.
@@ -252,7 +254,9 @@ class RunJournal(SentinelCallback):
     ) -> None:
         if self._journal is None or self._ended:
             return
-        rates = [rate for group in optimizer.param_groups if (rate := _host_number(group["lr"])) is not None]
+        rates = [group["lr"] for group in optimizer.param_groups]
+        if not _FLOAT.issuperset(map(type, rates)):
+            rates = [number for rate in rates if (number := _host_number(rate)) is not None]
         self._watch_rates(trainer, rates)
         self._watch_mixture(trainer)
 

@@ -102,46 +102,69 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def _first(mapping: Mapping[str, Any], keys: Sequence[str]) -> tuple[str | None, Tensor | None]:
-    for key in keys:
-        value = mapping.get(key)
-        if isinstance(value, Tensor):
-            return key, value
-    return None, None
-
-
 def _as_ids(value: Any) -> tuple[str, ...]:
     if isinstance(value, Tensor):
         value = value.reshape(-1).tolist()
     if isinstance(value, (str, int)):
         return (str(value),)
-    return tuple([str(v) for v in value])
+    return tuple(map(str, value))
 
 
 def _mapping_part(
     where: tuple[str, ...], holder: Any, named: Mapping[str, Any], targets_key: str | None
 ) -> Part | None:
-    token_key, tokens = _first(named, TOKEN_KEYS)
-    target_key, targets = _first(named, (targets_key,) if targets_key else TARGET_KEYS)
-    if tokens is None and targets is None:
+    # One batch is made like the next: which key is what depends on names and types alone, and is found out once.
+    layout = (targets_key, *named, *map(type, named.values()))
+    roles = _ROLES.get(layout)
+    if roles is None:
+        if len(_ROLES) >= 64:
+            _ROLES.clear()
+        roles = _ROLES[layout] = _Roles.of(named, targets_key)
+    if roles.tokens is None and roles.targets is None:
         return None
-    id_key = next((key for key in ID_KEYS if named.get(key) is not None), None)
     passes = named.get(PASS_KEY)
+    tokens, targets, attention, loss_mask, weights, documents = [None if k is None else named[k] for k in roles.tensors]
     return Part(
         where,
         holder,
         tokens=tokens,
         targets=targets,
-        attention_mask=_first(named, ATTENTION_MASK_KEYS)[1],
-        loss_mask=_first(named, LOSS_MASK_KEYS)[1],
-        weights=_first(named, WEIGHT_KEYS)[1],
-        document_ids=_first(named, DOCUMENT_KEYS)[1],
-        ids=None if id_key is None else _as_ids(named[id_key]),
-        passes=None if passes is None else tuple([int(p) for p in passes]),
+        attention_mask=attention,
+        loss_mask=loss_mask,
+        weights=weights,
+        document_ids=documents,
+        ids=None if roles.ids is None else _as_ids(named[roles.ids]),
+        passes=None if passes is None else tuple(map(int, passes)),
         # "inputs" is also what images are called
-        named_tokens=token_key is not None and token_key != "inputs",
-        target_key=target_key,
+        named_tokens=roles.tokens is not None and roles.tokens != "inputs",
+        target_key=roles.targets,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Roles:
+    """Which key of a batch is what; None where it has no such key."""
+
+    tensors: tuple[str | None, ...]  # tokens, targets, attention mask, loss mask, weights, document ids
+    ids: str | None
+
+    @property
+    def tokens(self) -> str | None:
+        return self.tensors[0]
+
+    @property
+    def targets(self) -> str | None:
+        return self.tensors[1]
+
+    @staticmethod
+    def of(named: Mapping[str, Any], targets_key: str | None) -> _Roles:
+        target_keys = (targets_key,) if targets_key else TARGET_KEYS
+        names = (TOKEN_KEYS, target_keys, ATTENTION_MASK_KEYS, LOSS_MASK_KEYS, WEIGHT_KEYS, DOCUMENT_KEYS)
+        tensors = tuple(next((k for k in keys if isinstance(named.get(k), Tensor)), None) for keys in names)
+        return _Roles(tensors, next((key for key in ID_KEYS if named.get(key) is not None), None))
+
+
+_ROLES: dict[tuple[Any, ...], _Roles] = {}
 
 
 def parts(batch: Any, targets_key: str | None = None, where: tuple[str, ...] = ()) -> list[Part]:

@@ -107,7 +107,9 @@ class RollingWindow:
 
     @property
     def median(self) -> float:
-        return sorted_median(self._ordered)
+        ordered = self._ordered  # not by sorted_median: asked for five times a step
+        n = len(ordered)
+        return ordered[n // 2] if n % 2 else 0.5 * (ordered[n // 2 - 1] + ordered[n // 2])
 
     @property
     def mad(self) -> float:
@@ -117,7 +119,7 @@ class RollingWindow:
     @property
     def sigma(self) -> float:
         """Robust standard deviation: MAD scaled to a normal distribution."""
-        return MAD_TO_SIGMA * self.mad
+        return MAD_TO_SIGMA * sorted_mad(self._ordered, self.median)
 
     def state_dict(self) -> dict[str, Any]:
         return {"values": list(self._queue)}

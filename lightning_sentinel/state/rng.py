@@ -36,8 +36,12 @@ def capture(device: torch.device | None = None) -> dict[str, Any]:
     return state
 
 
-_NUMPY_STATE_BYTES = 624 * 4 + 4  # the key and the position of MT19937
-_last_numpy: tuple[Any, bytes, Any] | None = None
+# A generator of 624 words draws them one by one and then makes all of them anew, so that its position and a few words tell
+# whether it has moved: that so many words are the same by chance is less likely than that the memory has failed. To read
+# and compare all of them in every step costs ten times as much, because they are in no cache then.
+_WORDS = 16
+_NUMPY_POSITION = 624 * 4
+_last_numpy: tuple[Any, int, bytes, bytes, Any] | None = None
 
 
 def numpy_state() -> Any:
@@ -50,11 +54,13 @@ def numpy_state() -> Any:
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public, its stub forgets it
     if type(generator) is not np.random.MT19937:
         return np.random.get_state(legacy=True)
-    raw = ctypes.string_at(generator.ctypes.state_address, _NUMPY_STATE_BYTES)
-    if _last_numpy is not None and _last_numpy[0] is generator and _last_numpy[1] == raw:
-        return _last_numpy[2]
+    last = _last_numpy
+    address = last[1] if last is not None and last[0] is generator else int(generator.ctypes.state_address)
+    words, position = ctypes.string_at(address, 4 * _WORDS), ctypes.string_at(address + _NUMPY_POSITION, 4)
+    if last is not None and last[0] is generator and last[2] == words and last[3] == position:
+        return last[4]
     state: Any = np.random.get_state(legacy=True)
-    _last_numpy = None if state[3] else (generator, raw, state)
+    _last_numpy = None if state[3] else (generator, address, words, position, state)
     return state
 
 
@@ -70,7 +76,7 @@ def _python_offset() -> int | None:
     return found if found >= 0 else None
 
 
-_PYTHON_BYTES = 625 * 4
+_PYTHON_BYTES = 4 + 4 * _WORDS  # its index comes first
 _PYTHON_OFFSET = _python_offset() if sys.implementation.name == "cpython" else None
 _PYTHON: Any = getattr(random.getstate, "__self__", None)  # the generator behind the functions of ``random``
 _last_python: tuple[bytes, Any, Any] | None = None

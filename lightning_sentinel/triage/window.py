@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -32,18 +33,20 @@ KEPT_BYTES = 16 * 2**20  # of batch tensors per window; larger windows are not k
 def tensors(tree: Any) -> list[Tensor]:
     """All tensors in a nest of containers; the local part of a DTensor."""
     if type(tree) is dict:  # most batches: flat, and ten times faster without the general walk
-        values = [v for v in tree.values() if v is not None]
-        if all(type(v) is Tensor or (type(v) in _PLAIN_LISTS and _plain(v)) for v in values):
-            return [v for v in values if type(v) is Tensor]
+        found = []
+        for value in tree.values():
+            kind = type(value)
+            if kind is Tensor:
+                found.append(value)
+            elif not (value is None or (kind in _PLAIN_LISTS and _PLAIN_TYPES.issuperset(map(type, value)))):
+                break
+        else:
+            return found
     return [getattr(t, "_local_tensor", t) for t in tree_leaves(tree) if isinstance(t, Tensor)]
 
 
 _VALUES = methodcaller("values")
 _PLAIN_LISTS, _PLAIN_TYPES = frozenset({list, tuple}), frozenset({str, int, float, bool})
-
-
-def _plain(values: Any) -> bool:
-    return _PLAIN_TYPES.issuperset(map(type, values))
 
 
 class BufferTree:
@@ -164,6 +167,8 @@ class StepCapture:
         self._free: list[dict[str, Tensor]] = []  # buffer memory of retired windows
         self._comm: list[dict[str, Any]] = []  # only that of the current window is ever asked for
         self._attempt = context_of(trainer).attempt
+        self._scaled = _private.scaler_of(trainer) is not None
+        self._hooked = not isinstance(trainer.strategy, SingleDeviceStrategy)  # may have communication hooks
         self.keeps_previous = False  # a step may be judged while the next one is under way
         self._previous: StepWindow | None = None
         self._told = False  # somebody calls mark_healthy, so the default judgement is not needed
@@ -197,7 +202,7 @@ class StepCapture:
         if not self._is_anchor(context, window):
             window.boundary_flags = []
         older, context.healthy_window = context.healthy_window, window
-        if older is None or older is self.anchors.get(older.step):
+        if older is None or (self.anchors and older is self.anchors.get(older.step)):
             return
         last = self.kept[-1] if self.kept else None
         due = last is None or abs(older.step - last.step) >= KEPT_EVERY or older.attempt != last.attempt
@@ -215,12 +220,17 @@ class StepCapture:
 
     def _is_anchor(self, context: RunContext, window: StepWindow) -> bool:
         """Keep a window that starts at a full snapshot: from that state it must give its own loss again."""
-        steps = [s.step for s in context.snapshots if s.params is not None and not s.mid_accumulation]
-        if not self.anchors.keys() <= set(steps):
-            self.anchors = {step: w for step, w in self.anchors.items() if step in steps}
-        if window.step not in steps or window.nbytes > KEPT_BYTES:
+        step = window.step
+        for snapshot in context.snapshots:
+            if snapshot.step == step and snapshot.params is not None and not snapshot.mid_accumulation:
+                break
+        else:
             return False
-        self.anchors[window.step] = window
+        kept = {s.step for s in context.snapshots}  # what belongs to a snapshot that has been given up goes now
+        self.anchors = {s: w for s, w in self.anchors.items() if s in kept}
+        if window.nbytes > KEPT_BYTES:
+            return False
+        self.anchors[step] = window
         return True
 
     def _looks_healthy(self, context: RunContext) -> bool:
@@ -240,30 +250,31 @@ class StepCapture:
         trainer = self._trainer()
         if trainer is None:
             return
-        context, module = context_of(trainer), trainer.lightning_module
+        context, module, step = context_of(trainer), trainer.lightning_module, trainer.global_step
         if context.attempt != self._attempt:  # a rollback: steps from here on are new, whatever was kept of them
             self._attempt = context.attempt
-            self.forget_after(context, trainer.global_step)
+            self.forget_after(context, step)
         window = context.window
         same_module = self._module is not None and self._module() is module
         if (
             window is None
             or not same_module
-            or (window.step, window.attempt) != (trainer.global_step, context.attempt)
+            or window.step != step
+            or window.attempt != context.attempt
             or not window.micro_batches
         ):
             if not same_module:
                 self._generators = _generators(module)
                 self._module = weakref.ref(module)
-            window = self._open(trainer, module, context)
+            window = self._open(trainer, module, context, step)
         known = context.scratch.get("sample_ids", ())
         taken = len(window.sample_ids) if window.micro_batches else 0
-        ids = tuple([str(i) for i in known[taken:]]) or _own_ids(batch)
+        ids = tuple(map(str, known[taken:] if taken else known)) or _own_ids(batch)
         versions = [t._version for t in tensors(batch)]
         private = {key: g.get_state() for key, g in self._generators.items()} if self._generators else {}
         window.micro_batches.append(MicroBatch(batch, batch_idx, _private.rng_states(), versions, ids, private))
 
-    def _open(self, trainer: Trainer, module: LightningModule, context: RunContext) -> StepWindow:
+    def _open(self, trainer: Trainer, module: LightningModule, context: RunContext, step: int) -> StepWindow:
         previous = context.window
         if not self._told and self._looks_healthy(context):
             self._accept(context)
@@ -271,18 +282,20 @@ class StepCapture:
             previous, self._previous = self._previous, previous
         if previous is not None and previous is not context.healthy_window:
             self._retire(previous)
-        window = StepWindow(
-            trainer.global_step, context.attempt, scale=_private.scale_of(trainer), epoch=trainer.current_epoch
-        )
+        window = StepWindow(step, context.attempt, epoch=trainer.current_epoch)
+        if self._scaled:
+            window.scale = _private.scale_of(trainer)
         window.buffers = self._copy_buffers(module)
-        window.comm = self._comm = comm_hook.take(trainer, old=self._comm)
+        if self._hooked:
+            window.comm = self._comm = comm_hook.take(trainer, old=self._comm)
         context.window = window
         return window
 
     def _copy_buffers(self, module: LightningModule) -> dict[str, Tensor]:
-        now = {name: b.detach() for name, b in self._buffers.of(module)}
-        if not now:
+        found = self._buffers.of(module)
+        if not found:
             return {}
+        now = {name: b.detach() for name, b in found}
         memory = self._free.pop() if self._free else {}
         del self._free[2:]
         fits = memory.keys() == now.keys() and all(

@@ -362,7 +362,7 @@ def test_detector_without_telemetry(name: str) -> None:
         ("RankOutlierDetector", {"threshold": -7.5}, "RankOutlier: threshold must be greater than 0, found -7.5."),
         ("LossScaleMonitor", {"max_consecutive": -1}, "LossScale: max_consecutive must be at least 2, found -1."),
         ("NonFiniteTracer", {"every_n": -1}, "NonFiniteTracer: every_n must be at least 1 or None, found -1."),
-        ("Rollback", {"every_n_steps": -25}, "Rollback: every_n_steps must be at least 1, found -25."),
+        ("Rollback", {"every_n_steps": -25}, "Rollback: every_n_steps must be at least 1 or None, found -25."),
         (
             "ForensicCheckpoint",
             {"every_n_steps": -1},

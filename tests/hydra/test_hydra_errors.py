@@ -55,7 +55,7 @@ def test_misspelt_key(name: str, values: dict[str, Any], message: str) -> None:
         ("spike_detector", {"warmup": True}, ".warmup is True (bool), expected int."),
         ("spike_detector", {"threshold": None}, ".threshold is None (NoneType), expected float."),
         ("rollback", {"retry": "yes"}, ".retry is 'yes' (str), expected bool."),
-        ("rollback", {"every_n_steps": "???"}, ".every_n_steps is '???' (str), expected int."),
+        ("rollback", {"every_n_steps": "???"}, ".every_n_steps is '???' (str), expected int or null."),
         ("run_journal", {"run_dir": 3}, ".run_dir is 3 (int), expected str or Path or null."),
         ("rank_telemetry", {"sources": "prose"}, ".sources is 'prose' (str), expected a list or null."),
         (

@@ -18,6 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_sentinel.callbacks.batch_validator import BatchValidator
 from lightning_sentinel.callbacks.forensic_checkpoint import ForensicCheckpoint
+from lightning_sentinel.callbacks.incident_response import IncidentResponse
 from lightning_sentinel.callbacks.rank_telemetry import RankTelemetry
 from lightning_sentinel.callbacks.rollback import Rollback, RollbackUnavailable
 from lightning_sentinel.context import context_of
@@ -555,7 +556,7 @@ def test_two_fits_on_one_trainer() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"every_n_steps": 0}, "every_n_steps must be at least 1, found 0"),
+        ({"every_n_steps": 0}, "every_n_steps must be at least 1 or None, found 0"),
         ({"keep": 1}, r"keep must be at least 2 \(one known-good snapshot and one candidate\), found 1"),
         ({"cursor": "refuse"}, "cursor is 'refuse', expected one of auto, require"),
     ],
@@ -616,3 +617,67 @@ def test_random_state_round_trip() -> None:
     again = (random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.randn()), torch.rand(3))
     assert draws[:4] == again[:4]
     assert torch.equal(draws[4], again[4])
+
+
+@pytest.mark.parametrize(
+    ("mode", "given", "expected"),
+    [
+        (None, None, 25),
+        ("recover", None, 25),
+        ("guard", None, 50),
+        ("observe", None, 50),
+        ("observe", 30, 30),
+        ("recover", 30, 30),
+    ],
+)
+def test_snapshots_come_half_as_often_where_nobody_goes_back(
+    mode: str | None, given: int | None, expected: int
+) -> None:
+    class Steps(L.Callback):
+        """Steps of the full snapshots, as they come."""
+
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            for snapshot in context_of(trainer).snapshots:
+                if snapshot.step not in self.seen:
+                    self.seen.append(snapshot.step)
+
+    rollback, steps = Rollback(every_n_steps=given), Steps()
+    response = [] if mode is None else [RankTelemetry(update_norm_every_n_steps=0), IncidentResponse(mode=mode)]
+    outcome = run(Cell("interval", trainer={"max_steps": 101, "max_epochs": -1}), *response, rollback, steps)
+    assert rollback.interval(outcome.trainer) == expected
+    assert steps.seen == list(range(0, 101, expected))
+
+
+def test_random_states_are_read_anew_whenever_a_generator_has_moved() -> None:
+    """Only a few of their words are looked at; what is kept is the whole state."""
+    import random
+
+    import numpy as np
+
+    before = rng.capture()
+    try:
+        random.seed(3), np.random.seed(3)
+        for draws in (0, 1, 1, 623, 624, 1248, 5000):
+            for _ in range(draws):
+                random.getrandbits(32), np.random.bytes(4)
+            assert rng.python_state() == random.getstate()
+            name, keys, position, *_ = rng.numpy_state()
+            assert (name, keys.tolist(), position) == tuple(
+                x.tolist() if isinstance(x, np.ndarray) else x for x in np.random.get_state()[:3]
+            )
+            # A second look, without a draw between, gives the same object; the words of a state are not copied then.
+            assert rng.python_state() is rng.python_state()
+            assert rng.numpy_state() is rng.numpy_state()
+        random.gauss(0, 1)  # keeps its pair: the words may stay while this goes away
+        assert rng.python_state() == random.getstate()
+        random.gauss(0, 1)
+        assert rng.python_state() == random.getstate()
+        for seed in range(20):
+            random.seed(seed), np.random.seed(seed)
+            assert rng.python_state() == random.getstate()
+            assert rng.numpy_state()[1].tolist() == np.random.get_state()[1].tolist()
+    finally:
+        rng.restore(before)
