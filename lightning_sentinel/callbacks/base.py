@@ -112,11 +112,11 @@ class SentinelCallback(Callback):
 
     Attributes:
         rewinds: Whether a rollback takes the callback's state back with it.
-        compares_ranks: Whether its ``observe`` has nothing to say of a run on one rank.
+        compares_ranks: Whether the ``observe`` of this very class has nothing to say of a run on one rank.
     """
 
     rewinds = True
-    compares_ranks = False
+    compares_ranks = False  # not inherited: a subclass may look at more
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

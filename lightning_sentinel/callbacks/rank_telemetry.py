@@ -466,7 +466,7 @@ class RankTelemetry(SentinelCallback):
         self._observers = [
             c.detector.observe if getattr(c.observe, "__func__", None) is DetectorCallback.observe else c.observe
             for c in callbacks
-            if c is not self and hasattr(c, "observe") and not (alone and getattr(c, "compares_ranks", False))
+            if c is not self and hasattr(c, "observe") and not (alone and vars(type(c)).get("compares_ranks"))
         ]
         self._response = next((c for c in callbacks if hasattr(c, "decide")), None)
 
