@@ -112,11 +112,15 @@ class SentinelCallback(Callback):
 
     Attributes:
         rewinds: Whether a rollback takes the callback's state back with it.
+        fresh_state: Whether the ``state_dict`` of this very class gives nothing away that changes later, so that a snapshot
+            in memory may keep it as it is.
         compares_ranks: Whether the ``observe`` of this very class has nothing to say of a run on one rank.
     """
 
     rewinds = True
-    compares_ranks = False  # not inherited: a subclass may look at more
+    # Neither is inherited: a subclass may do more.
+    fresh_state = False
+    compares_ranks = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

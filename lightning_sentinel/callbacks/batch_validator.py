@@ -83,6 +83,8 @@ class BatchValidator(SentinelCallback):
 
     name = "BatchValidator"
 
+    fresh_state = True
+
     def __init__(
         self,
         vocabulary_size: int | None = None,

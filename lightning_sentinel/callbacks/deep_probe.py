@@ -100,6 +100,8 @@ class DeepProbe(SentinelCallback):
         max_incidents: At most so many incidents are probed in one fit.
     """
 
+    fresh_state = True
+
     def __init__(
         self,
         every_n_steps: int = 250,

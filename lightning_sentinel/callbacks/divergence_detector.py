@@ -44,6 +44,8 @@ class DivergenceDetector(DetectorCallback):
         hold: Steps after a finding in which no second one is made while the new level settles.
     """
 
+    fresh_state = True
+
     def __init__(
         self,
         threshold: float = Divergence.threshold,

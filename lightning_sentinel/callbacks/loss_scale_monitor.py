@@ -106,6 +106,8 @@ class LossScaleMonitor(DetectorCallback):
         floor: A scale at or below this, reached by overflows, is an incident.
     """
 
+    fresh_state = True
+
     def __init__(
         self,
         max_consecutive: int = LossScale.max_consecutive,

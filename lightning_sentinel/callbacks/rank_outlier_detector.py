@@ -47,7 +47,7 @@ class RankOutlierDetector(DetectorCallback):
         straggler_steps: Steps in a row that make a slow rank a straggler.
     """
 
-    compares_ranks = True
+    fresh_state = compares_ranks = True
 
     def __init__(
         self,

@@ -85,7 +85,7 @@ class ReplicaConsistency(SentinelCallback):
         optimizer: Also compare the optimizers' state and learning rates.
     """
 
-    compares_ranks = True
+    fresh_state = compares_ranks = True
 
     def __init__(self, every_n_steps: int = 25, buffers: str = "auto", optimizer: bool = True) -> None:
         check_limits("ReplicaConsistency", locals())

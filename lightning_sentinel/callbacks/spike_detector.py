@@ -50,6 +50,8 @@ class SpikeDetector(DetectorCallback):
         restart_window: A spike that starts within this many steps of a restart is marked restart-aligned.
     """
 
+    fresh_state = True
+
     def __init__(
         self,
         threshold: float = Spike.threshold,

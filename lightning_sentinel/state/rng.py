@@ -28,7 +28,7 @@ def capture(device: torch.device | None = None) -> dict[str, Any]:
     state: dict[str, Any] = {
         "python": python_state(),
         # torch has no full support for uint32: the same bits as int32
-        "numpy": (name, torch.from_numpy(keys.view(np.int32).copy()), int(position), int(has_gauss), float(cached)),
+        "numpy": (name, torch.from_numpy(keys.view(np.int32)), int(position), int(has_gauss), float(cached)),
         "torch": torch.get_rng_state(),
     }
     if device is not None and device.type not in ("cpu", "meta"):

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -202,11 +203,15 @@ def take(trainer: Trainer, *, tensors: bool = True, into: Snapshot | None = None
     )
 
 
+_VERSION = attrgetter("_version")
+
+
 @dataclass
 class _Layout:
     """Where the module's state lies. Walking a deep module costs more than a light snapshot may."""
 
     parameters: dict[str, nn.Parameter]
+    plain: bool  # none of them is sharded
     owners: list[tuple[str, nn.Module]]
     metrics: dict[str, torchmetrics.Metric]
     extra: dict[str, nn.Module]
@@ -227,8 +232,10 @@ def _layout(trainer: Trainer, fresh: bool) -> _Layout:
     if fresh or control.layout is None:
         module = trainer.lightning_module
         modules = dict(module.named_modules())
+        parameters = dict(module.named_parameters())
         control.layout = _Layout(
-            parameters=dict(module.named_parameters()),
+            parameters=parameters,
+            plain={nn.Parameter}.issuperset(map(type, parameters.values())),
             owners=[(f"{name}." if name else "", m) for name, m in modules.items() if m._buffers],
             metrics={name: m for name, m in modules.items() if isinstance(m, torchmetrics.Metric)},
             extra={name: m for name, m in modules.items() if type(m).get_extra_state is not nn.Module.get_extra_state},
@@ -240,7 +247,8 @@ def _layout(trainer: Trainer, fresh: bool) -> _Layout:
 
 def parameter_versions(trainer: Trainer) -> int:
     """Grows with every change of a parameter that went through torch; equal sums mean untouched weights."""
-    return sum(local(p)._version for p in _layout(trainer, fresh=False).parameters.values())
+    layout = _layout(trainer, fresh=False)
+    return sum(map(_VERSION, layout.parameters.values() if layout.plain else map(local, layout.parameters.values())))
 
 
 def _optimizer_state(
@@ -356,7 +364,10 @@ def _callback_states(trainer: Trainer, copies: HostCopies, old: dict[str, dict[s
     states = {}
     for key, callback in _callback_keys(trainer):
         before = old.get(key, {})
-        state: dict[str, Any] = {"state_dict": copies.tree(callback.state_dict(), before.get("state_dict"))}
+        given = callback.state_dict()
+        if not vars(type(callback)).get("fresh_state"):
+            given = copies.tree(given, before.get("state_dict"))
+        state: dict[str, Any] = {"state_dict": given}
         plain = [n for kind, names in _PLAIN.items() if isinstance(callback, kind) for n in names]
         if plain:
             state["plain"] = {n: clone(getattr(callback, n)) for n in plain if hasattr(callback, n)}

@@ -27,6 +27,8 @@ def clone(value: Any) -> Any:
     if kind in _ATOMS:
         return value
     if kind is dict:
+        if _ATOMS.issuperset(map(type, value.values())):
+            return dict(value)
         return {k: clone(v) for k, v in value.items()}
     if kind is list:
         return list(value) if _ATOMS.issuperset(map(type, value)) else [clone(v) for v in value]
@@ -77,6 +79,8 @@ class HostCopies:
             return self.tensor(value, old)
         kind = type(value)
         if kind is dict:
+            if _ATOMS.issuperset(map(type, value.values())):
+                return dict(value)
             by_key = old if isinstance(old, dict) else {}
             return {k: self.tree(v, by_key.get(k)) for k, v in value.items()}
         if kind is OrderedDict:  # a module's state_dict carries its versions as an attribute

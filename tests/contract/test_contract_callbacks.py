@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import io
 import re
@@ -18,6 +19,7 @@ from lightning_sentinel import RankTelemetry, default_callbacks
 from lightning_sentinel.callbacks.base import SentinelCallback
 from lightning_sentinel.callbacks.defaults import ORDER
 from lightning_sentinel.conf.generate import argument_docs
+from lightning_sentinel.state.snapshot import take
 
 PUBLIC = {name: getattr(lightning_sentinel, name) for name in lightning_sentinel.__all__}
 CALLBACKS = {name: cls for name, cls in PUBLIC.items() if inspect.isclass(cls) and issubclass(cls, Callback)}
@@ -83,6 +85,67 @@ def test_the_whole_suite_fits_twice_and_its_state_goes_round(tmp_path: Path) -> 
         state = callback.state_dict()
         fresh.load_state_dict(state)
         assert equal(fresh.state_dict(), state), callback.state_key
+
+
+def test_a_state_that_a_snapshot_keeps_as_it_is_never_changes(tmp_path: Path) -> None:
+    """``fresh_state``: what the callback sees, and what it is put back to, later leaves such a state alone."""
+
+    class Keeps(Callback):
+        def __init__(self) -> None:
+            self.kept: list[tuple[SentinelCallback, dict[str, Any], dict[str, Any]]] = []
+
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step in (3, 30):
+                for callback in trainer.callbacks:
+                    if vars(type(callback)).get("fresh_state"):
+                        state = callback.state_dict()
+                        self.kept.append((callback, state, copy.deepcopy(state)))
+            if trainer.global_step == 40:
+                for callback, state, _ in self.kept:
+                    callback.load_state_dict(state)
+
+    keeps = Keeps()
+    trainer, _ = make_trainer(
+        [*default_callbacks(tmp_path / "run", "recover"), keeps], max_steps=60, default_root_dir=tmp_path
+    )
+    trainer.fit(Net(), Loader(64))
+    assert {type(callback).__name__ for callback, *_ in keeps.kept} == {
+        "BatchValidator",
+        "DeepProbe",
+        "DivergenceDetector",
+        "LossScaleMonitor",
+        "RankOutlierDetector",
+        "ReplicaConsistency",
+        "SpikeDetector",
+    }
+    for callback, state, then in keeps.kept:
+        assert equal(state, then), callback.state_key
+    changed = [c.state_key for c, state, _ in keeps.kept[:7] if not equal(state, c.state_dict())]
+    assert changed == [
+        "lightning_sentinel.BatchValidator",
+        "lightning_sentinel.SpikeDetector",
+        "lightning_sentinel.DivergenceDetector",
+    ]
+
+
+def test_a_snapshot_in_memory_copies_nothing_of_the_samples_seen() -> None:
+    """Their memory only grows at its end: a light snapshot of every step would else copy megabytes in a long run."""
+    validator = lightning_sentinel.BatchValidator()
+    looks = _Looks()
+    trainer, _ = make_trainer([validator, RankTelemetry(), looks], max_steps=8)
+    trainer.fit(Net(), Loader(64))
+    keys = validator.state_dict()["seen"]["keys"]
+    assert len(keys) > looks.length > 0
+    assert looks.address == keys.data_ptr()
+
+
+class _Looks(Callback):
+    """At step 5: where the keys of samples lie that a light snapshot holds, and how many they are."""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 5:
+            state = take(trainer, tensors=False).callbacks["lightning_sentinel.BatchValidator#0"]["state_dict"]
+            self.address, self.length = state["seen"]["keys"].data_ptr(), len(state["seen"]["keys"])
 
 
 @every_callback
