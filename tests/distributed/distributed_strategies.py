@@ -3,7 +3,8 @@
 Each way is trained twice. In the first fit nothing happens, but one update is left out by hand. In the second the last rank
 makes a NaN twice for once (answered by going back to a restore point) and in one step each time that it is computed
 (answered by leaving that update out). In most ways a fit is also interrupted and taken up again. Each rank
-writes down for each way how they differ and what was found. Four ranks take the way of two dimensions, ``mesh``.
+writes down for each way how they differ and what was found. Four ranks take the ways of two dimensions, ``mesh`` and
+``mesh_compiled``.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_sentinel import (
+    FaultInjector,
     ForensicCheckpoint,
     IncidentResponse,
     NonFiniteTracer,
@@ -42,6 +44,8 @@ from lightning_sentinel import (
 )
 from lightning_sentinel.checkpoint import CheckpointStore
 from lightning_sentinel.context import context_of
+from lightning_sentinel.faults import NanForward, TransientNan
+from lightning_sentinel.faults.base import Fault
 from lightning_sentinel.incidents import Action
 from lightning_sentinel.journal import iter_events
 from lightning_sentinel.state import lightning_private as private
@@ -52,24 +56,26 @@ ACCUMULATE = {"no_sync": 3}
 LOUD = 21  # on the mesh the second replica's loss is 40 there, once
 WAYS = (
     "plain", "find_unused", "static_graph", "no_sync", "bucket_view", "fp16_hook", "bf16_hook", "own_hook", "power_sgd",
-    "fsdp2", "fsdp2_full", "tensor", "mesh",
+    "ddp_compiled", "fsdp2", "fsdp2_full", "fsdp2_compiled", "tensor", "mesh", "mesh_compiled",
 )  # fmt: skip
 RESUMED = (
-    "find_unused", "static_graph", "no_sync", "fp16_hook", "bf16_hook", "power_sgd", "fsdp2", "fsdp2_full", "tensor", "mesh",
+    "find_unused", "static_graph", "no_sync", "fp16_hook", "bf16_hook", "power_sgd",
+    "fsdp2", "fsdp2_full", "fsdp2_compiled", "tensor", "mesh", "mesh_compiled",
 )  # fmt: skip
+MESH = ("mesh", "mesh_compiled")
 
 
 def ranks_of(way: str) -> int:
-    return 4 if way == "mesh" else 2
+    return 4 if way in MESH else 2
 
 
 def steps_of(way: str) -> int:
-    return STEPS + 5 if way == "mesh" else STEPS
+    return STEPS + 5 if way in MESH else STEPS
 
 
 def data_rank(way: str, rank: int) -> int:
     """Whose data this rank trains on: ranks of one replica share theirs."""
-    return {"tensor": 0, "mesh": rank // 2}.get(way, rank)
+    return {"tensor": 0, **dict.fromkeys(MESH, rank // 2)}.get(way, rank)
 
 
 class Walk(Bigram):
@@ -84,21 +90,30 @@ class Walk(Bigram):
         self.struck: list[int] = []
 
     def configure_model(self) -> None:
-        if self.way in ("tensor", "mesh"):
+        if self.way in ("ddp_compiled", "fsdp2_compiled"):  # before they are sharded; those of the mesh afterwards
+            self.compile_parts()
+        if self.way in ("tensor", *MESH):
             mesh = self.device_mesh["tensor_parallel"]  # type: ignore[index]
             self.inner = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
             plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
             parallelize_module(self.inner, mesh, plan)
-        if self.way in ("fsdp2", "fsdp2_full", "mesh"):
-            parts = (self.embedding, self.middle, self.norm, self.head, *([self.inner] if self.way == "mesh" else []))
-            for part in parts:
+        if self.way.startswith("fsdp2") or self.way in MESH:
+            for part in self.children():
                 fully_shard(part, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
+        if self.way == "mesh_compiled":
+            self.compile_parts()
+
+    def compile_parts(self) -> None:
+        """Each on its own."""
+        torch.compiler.reset()  # what fits before have compiled counts towards the limit on recompilations
+        for part in self.children():
+            part.compile(backend="aot_eager")
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         h = self.middle(self.embedding(batch["input_ids"]))
         if self.branch is not None and self.trainer.global_step % 2:
             h = h + self.branch(h)
-        if self.way in ("tensor", "mesh"):
+        if self.way in ("tensor", *MESH):
             h = h + self.inner(h)
         h = self.norm(h)
         step = self.trainer.global_step
@@ -180,7 +195,7 @@ class CommHook(L.Callback):
 
 
 def strategy_of(way: str) -> Any:
-    shape = {"fsdp2": (2, 1), "fsdp2_full": (2, 1), "tensor": (1, 2), "mesh": (2, 2)}.get(way)
+    shape = {"tensor": (1, 2), **dict.fromkeys(MESH, (2, 2))}.get(way, (2, 1) if way.startswith("fsdp2") else None)
     if shape is not None:
         return ModelParallelStrategy(
             *shape,
@@ -202,14 +217,14 @@ def counters() -> dict[str, float]:
     return {"ecc_errors": 6 // rank, "temperature_c": 61.0}
 
 
-def fit(way: str, hurt: bool) -> tuple[L.Trainer, Sink]:
+def fit(way: str, hurt: bool, *faults: Fault) -> tuple[L.Trainer, Sink]:
     L.seed_everything(0, verbose=False)
     ladders = {"infrastructure/transient": ["rollback_replay", "stop"]}
     response = IncidentResponse("recover", ladders=ladders, probation_steps=3, hardware_counters=counters)
     suite: list[L.Callback] = [LeaveOut()]
-    if hurt:
-        suite = [NonFiniteTracer(), RankTelemetry(2), response, Rollback(every_n_steps=5)]
-        suite += [RankOutlierDetector()] if way == "mesh" else []
+    if hurt or faults:
+        suite = [FaultInjector(faults), NonFiniteTracer(), RankTelemetry(2), response, Rollback(every_n_steps=5)]
+        suite += [RankOutlierDetector()] if way in MESH else []
     trainer = L.Trainer(
         max_steps=steps_of(way),
         accelerator="cpu",
@@ -248,6 +263,22 @@ def lies_where_it_says(parameter: Tensor) -> bool:
     return place[0] == list(whole.shape) and torch.equal(whole[at], mine)
 
 
+def strike(way: str, reference: L.Trainer) -> dict[str, Any]:
+    """Faults within a compiled layer of the last rank, which that rank then runs eagerly: once, and in each computation."""
+    last = reference.world_size - 1
+    trainer, sink = fit(way, False, TransientNan(ONCE, "middle", rank=last), NanForward(ALWAYS, "middle", rank=last))
+    ours, theirs = bits(trainer), bits(reference)
+    return {
+        "equal": len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)),
+        "struck": [[e["step"], e["ran_eagerly"]] for e in sink.named("fault.injected")],
+        "compiled": [e["compiled"] for e in sink.named("triage.nonfinite")],
+        "incidents": [
+            [i.opened_step, str(i.verdict.kind), i.verdict.culprits, [a["action"] for a in i.actions]]
+            for i in context_of(trainer).incidents
+        ],
+    }
+
+
 def run(way: str, reference: L.Trainer) -> dict[str, Any]:
     (witness,) = [c for c in reference.callbacks if isinstance(c, LeaveOut)]  # type: ignore[attr-defined]
     trainer, sink = fit(way, hurt=True)
@@ -266,6 +297,7 @@ def run(way: str, reference: L.Trainer) -> dict[str, Any]:
         "grad_norm": sink.steps()[0]["grad_norm"],
         "true_norm": witness.norm,
         "placed": all(map(lies_where_it_says, trainer.lightning_module.parameters())),
+        "compiled": [e["compiled"] for e in sink.named("triage.nonfinite")],
         "hardware": [e["counters"] for e in sink.named("infra.hardware")],
         "update_norm": [e["update_norm"] for e in sink.steps()][3],
         "step": trainer.global_step,
@@ -394,6 +426,8 @@ def main() -> None:
             continue
         reference, _ = fit(way, hurt=False)
         result = run(way, reference)
+        if way in ("ddp_compiled", "fsdp2_compiled"):
+            result["strike"] = strike(way, reference)
         if way in RESUMED:
             result["resume"] = resume(way, Path(sys.argv[1]), reference)
         (Path(sys.argv[1]) / f"{way}-{torch.distributed.get_rank()}.json").write_text(json.dumps(result, default=str))

@@ -14,14 +14,16 @@ ONCE, AGAIN, ALWAYS, STEPS = 7, 12, 16, 20
 LOUD = 21
 WAYS = (
     "plain", "find_unused", "static_graph", "no_sync", "bucket_view", "fp16_hook", "bf16_hook", "own_hook", "power_sgd",
-    "fsdp2", "fsdp2_full", "tensor", "mesh",
+    "ddp_compiled", "fsdp2", "fsdp2_full", "fsdp2_compiled", "tensor", "mesh", "mesh_compiled",
 )  # fmt: skip
 RESUMED = (
-    "find_unused", "static_graph", "no_sync", "fp16_hook", "bf16_hook", "power_sgd", "fsdp2", "fsdp2_full", "tensor", "mesh",
+    "find_unused", "static_graph", "no_sync", "fp16_hook", "bf16_hook", "power_sgd",
+    "fsdp2", "fsdp2_full", "fsdp2_compiled", "tensor", "mesh", "mesh_compiled",
 )  # fmt: skip
+MESH = ("mesh", "mesh_compiled")
 
 # where ranks of one replica compute the same loss
-BAD = {"tensor": [0, 1], "mesh": [2, 3]}
+BAD = {"tensor": [0, 1], "mesh": [2, 3], "mesh_compiled": [2, 3]}
 
 Results = dict[str, list[dict[str, Any]]]
 
@@ -34,7 +36,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 def ranks_of(way: str) -> range:
-    return range(4 if way == "mesh" else 2)
+    return range(4 if way in MESH else 2)
 
 
 @pytest.mark.distributed
@@ -44,13 +46,13 @@ def test_two_rollbacks_and_a_skip_leave_what_an_undisturbed_fit_leaves(results: 
     """Weights and moments bit for bit; every collective within 60 s, also while triage replays steps."""
     for result in results[way]:
         assert (result["equal"], result["finite"], result["placed"]) == (True, True, True)
-        assert result["step"] == (STEPS + 5 if way == "mesh" else STEPS)
+        assert result["step"] == (STEPS + 5 if way in MESH else STEPS)
         expected = {
             str(ONCE): [False, True, True],  # once more after the first rollback, and after the second
             str(AGAIN): [False, True],
             str(ALWAYS): [False],
         }
-        assert result["not_applied"] == expected | ({str(LOUD): [False, True]} if way == "mesh" else {})
+        assert result["not_applied"] == expected | ({str(LOUD): [False, True]} if way in MESH else {})
 
 
 @pytest.mark.distributed
@@ -71,14 +73,38 @@ def test_each_nan_is_found_and_traced_alike_on_all_ranks(results: Results, way: 
     assert always["verdict"]["evidence"]["operator"] == "aten.div.Tensor"
     assert {i["status"] for i in ours["incidents"]} == {"recovered"}
     # One replica of two ranks makes its NaN on both.
-    only = {"tensor": "step", "mesh": "Of 4 ranks only on ranks 2, 3."}.get(way, "Of 2 ranks only on rank 1.")
-    assert only in always["verdict"]["sentence"]
+    elsewhere = dict.fromkeys(MESH, "Of 4 ranks only on ranks 2, 3.")
+    assert {"tensor": "step", **elsewhere}.get(way, "Of 2 ranks only on rank 1.") in always["verdict"]["sentence"]
 
 
 @pytest.mark.distributed
-def test_on_a_mesh_the_replica_is_named_by_its_first_rank(results: Results) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_what_ran_compiled_is_asked_compiled(results: Results, way: str) -> None:
+    """Of sharded parameters, too: whether layers are compiled before they are sharded or afterwards."""
+    asked = ["finite", "finite", "again"] if way.endswith("compiled") else ["", "", ""]
+    assert [result["compiled"] for result in results[way]] == [asked] * len(results[way])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("way", ["ddp_compiled", "fsdp2_compiled"])
+def test_faults_strike_within_a_compiled_layer_of_one_rank(results: Results, way: str) -> None:
+    """The rank that is struck runs its layer eagerly, the other one compiled; both take part in the same collectives."""
+    for rank, result in enumerate(results[way]):
+        found = result["strike"]
+        assert found["struck"] == [[ONCE, ["middle"]], [ALWAYS, ["middle"]]] * rank
+        assert found["compiled"] == ["finite", "again"]
+        assert found["incidents"] == [
+            [ONCE, "infrastructure", ["module:middle", "rank:1"], ["rollback_replay"]],
+            [ALWAYS, "numerics", ["module:middle"], ["skip_step"]],
+        ]
+        assert found["equal"] is True
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("way", MESH)
+def test_on_a_mesh_the_replica_is_named_by_its_first_rank(results: Results, way: str) -> None:
     """Two replicas of two tensor-parallel ranks each: the loss of the second is 40, once, on both of its ranks."""
-    for result in results["mesh"]:
+    for result in results[way]:
         loud = result["incidents"][3]
         (outlier,) = [f for f in loud["findings"] if f["kind"] == "rank_outlier"]
         assert (loud["opened_step"], outlier["ranks"], outlier["culprits"]) == (LOUD, [2], ["rank:2"])
@@ -100,7 +126,7 @@ def test_the_record_counts_each_token_and_each_gradient_once(results: Results, w
     losses = ours["rank_losses"]
     first, second = losses[0], losses[-1]
     assert (first == second) == (way == "tensor")
-    if way == "mesh":
+    if way in MESH:
         assert losses == [first, first, second, second]
     assert ours["loss"] == pytest.approx((first + second) / 2, rel=1e-6)
     assert theirs["rank_losses"] == ours["rank_losses"]
@@ -137,7 +163,7 @@ def test_a_fit_is_taken_up_again_exactly_and_gone_back_to_on_disk(results: Resul
             assert parts[0] == [(16, 15)[rank], 32]  # of 31 rows
         elif way == "tensor":
             assert parts[7:9] == [[32, 32], [32]]  # of 64 columns
-        elif way == "mesh":
+        elif way in MESH:
             assert parts[0] == [(16, 15)[rank // 2], 32]
             assert parts[7:9] == [[16, 32], [16]]  # of 64 columns, of which each replica has half, again half
 
