@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from collective_limit import limited
+from fork_server import run_forked
 from torch import Tensor, nn
 
 from lightning_sentinel.context import context_of
@@ -130,14 +129,14 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def run_ranks(script: Path, *arguments: object, seconds: float = 280) -> None:
-    """Run a script whose Trainer starts its own ranks, on a free port; its complaints are the test's."""
-    environment = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parent),
-    }
-    command = [sys.executable, str(script), *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
-    assert done.returncode == 0, done.stderr[-3000:]
+def rank_environments(ranks: int, *folders: Path) -> list[dict[str, str]]:
+    """What Lightning's launcher would give each of them, on a free port; and where modules are beside these tests' own."""
+    path = os.pathsep.join(map(str, [*folders, Path(__file__).parent]))
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0", "WORLD_SIZE": str(ranks)}
+    return [shared | {"LOCAL_RANK": str(rank), "PYTHONPATH": path} for rank in range(ranks)]
+
+
+def run_ranks(script: Path, *arguments: object, ranks: int = 2, seconds: float = 280) -> None:
+    """Run a script as so many ranks; its complaints are the test's."""
+    codes, said = run_forked(script, arguments, rank_environments(ranks), seconds)
+    assert codes == [0] * ranks, said[-6000:]

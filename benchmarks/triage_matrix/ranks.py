@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +51,24 @@ def start_together(module: str, arguments: Sequence[str], *folders: Path, timeou
 
 
 def run_together(
-    cases: Sequence[tuple[str, int]], file: Path, timeout: float = 1800.0, beside: Sequence[str | Path] = ()
+    cases: Sequence[tuple[str, int]],
+    file: Path,
+    timeout: float = 1800.0,
+    beside: Sequence[str | Path] = (),
+    start: Callable[..., list[int]] = start_together,
 ) -> list[dict[str, Any]]:
     """Outcomes of these cases on two ranks, as rank 0 wrote them down.
 
-    ``beside``: a callback for every Trainer, ``module.Class``, and the folders of its module and of what that imports.
+    Args:
+        cases: Name and seed.
+        file: One line for each outcome.
+        timeout: Seconds for all of them.
+        beside: A callback for every Trainer, ``module.Class``, and the folders of its module and of what that imports.
+        start: In place of :func:`start_together`.
     """
     callback, folders = (str(beside[0]), map(Path, beside[1:])) if beside else ("", ())
     arguments = [str(file), callback, *(f"{n}:{s}" for n, s in cases)]
-    codes = start_together("triage_matrix.ranks", arguments, *folders, timeout=timeout)
+    codes = start("triage_matrix.ranks", arguments, *folders, timeout=timeout)
     outcomes = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     if any(codes) or len(outcomes) < len(cases):
         name, seed = cases[min(len(outcomes), len(cases) - 1)]

@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 import stat
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 from bundle_world import BROKEN, Data, Net, Samples, collate, fit, suite
+from sentinel_kit import run_ranks
 from torch import Tensor
 
 import lightning_sentinel
@@ -423,10 +423,7 @@ def test_capturing_does_not_change_the_run(tmp_path: Path) -> None:
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run folders of two processes: ``ddp``, in which rank 1's replica drifts, and ``fsdp2``."""
     folder, script = tmp_path_factory.mktemp("ranks"), Path(__file__).with_name("bundle_two_ranks.py")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{script.parent}{os.pathsep}{script.parents[1]}"}
-    command = [sys.executable, str(script), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    run_ranks(script, folder, seconds=400)
     return folder
 
 

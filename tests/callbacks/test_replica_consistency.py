@@ -212,7 +212,7 @@ def test_a_drift_that_is_only_watched_is_told_once_and_at_its_end(ranks: Any) ->
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("four")
-    run_ranks(SCRIPT, folder, "four", *OF_FOUR)
+    run_ranks(SCRIPT, folder, "four", *OF_FOUR, ranks=4)
     return {s: [json.loads((folder / f"{s}-{r}.json").read_text()) for r in range(4)] for s in OF_FOUR}
 
 

@@ -1,6 +1,6 @@
 """Two processes under guard: rank 1 has a loss that is not finite; it has no supervised token; it skips an update alone.
 
-Usage: ``python -m hidden_nan_ranks FOLDER`` in each process; every rank writes down what it was told.
+Usage: ``python hidden_nan_ranks.py FOLDER`` in each process; every rank writes down what it was told.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_world import Net, events, fit, loader, same_optimizer, same_weights, suite
+from fork_server import run_forked
+from sentinel_kit import rank_environments
 
 import lightning_sentinel
 from lightning_sentinel.checkpoint import CheckpointStore
@@ -26,9 +26,9 @@ TRAINER_KILLS = int(os.environ.get("SENTINEL_TRAINER_KILLS", "5"))
 
 def run_ranks(folder: Path, *arguments: str) -> int:
     """Two gloo ranks in their own processes; returns the exit status of rank 0."""
-    command = [sys.executable, str(SCRIPT), str(folder), *arguments]
-    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parents[1])}
-    return subprocess.run(command, timeout=200, capture_output=True, check=False, env=environment).returncode
+    codes, said = run_forked(SCRIPT, [folder, *arguments], rank_environments(2), 200, end_others=False)
+    print(said[-6000:])  # pytest shows it where the test fails
+    return codes[0]
 
 
 @pytest.mark.distributed

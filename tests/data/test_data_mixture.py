@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from collective_limit import limit_groups
+from fork_server import call_on_ranks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule, Trainer
@@ -529,7 +530,7 @@ def _draw_as_rank(rank: int, folder: str) -> None:
 
 @pytest.mark.distributed
 def test_ranks_come_from_torch_distributed(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_draw_as_rank, (str(tmp_path),), nprocs=2)
+    call_on_ranks(_draw_as_rank, str(tmp_path))
     (first, state), (second, other) = (json.loads((tmp_path / f"{r}.json").read_text()) for r in range(2))
     assert [name for a, b in zip(first, second, strict=True) for name in a + b] == stream(AB, 24)
     assert state == other

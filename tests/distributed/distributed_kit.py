@@ -8,11 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,6 +20,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[1]))  # torchrun knows the script's own folder only
 from collective_limit import LIMIT as LIMIT
 from collective_limit import CollectiveLimit as CollectiveLimit
+from fork_server import run_forked
 from sentinel_kit import free_port
 
 # Ranks of a loaded machine may meet late; once they train, nothing may wait for longer than the limit.
@@ -66,10 +66,7 @@ def fork_ranks(ranks: int, main: Callable[[], None], seconds: float = 1500.0, *,
 
 
 def run_script(script: Path, *arguments: object, seconds: float = 1700.0) -> None:
-    """Run a script of ranks; its complaints are the test's."""
-    command: Sequence[str] = [sys.executable, str(script), *map(str, arguments)]
-    tests = Path(__file__).parents[1]
-    path = os.pathsep.join([str(tests), str(tests / "callbacks")])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
-    assert done.returncode == 0, done.stderr[-6000:]
+    """Run a script that forks ranks; its complaints are the test's."""
+    path = str(Path(__file__).parents[1] / "callbacks")
+    codes, said = run_forked(script, arguments, [{"PYTHONPATH": path}], seconds)
+    assert codes == [0], said[-6000:]

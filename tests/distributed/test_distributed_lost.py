@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from elastic_job import SCRIPT, read
+from fork_server import run_forked
+from sentinel_kit import rank_environments
 
 from lightning_sentinel.distributed.earlier import Earlier, RankBefore, changes, read_earlier
 from lightning_sentinel.distributed.lost import is_lost_connection, last_words, missing
@@ -119,16 +120,15 @@ def test_what_changed_since_the_last_fit(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_a_rank_that_hangs_is_named_within_the_time_out(tmp_path: Path) -> None:
     """Rank 1 stands still in step 5; after the time-out rank 0 gives up, and says whom it waited for."""
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), str(tmp_path), "--steps=9", "--hang=5", "--timeout=25"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode != 0
+    codes, said = run_forked(SCRIPT, [tmp_path, "--steps=9", "--hang=5", "--timeout=25"], rank_environments(2), 250)
+    assert codes == [1, -signal.SIGKILL]  # rank 0 has failed; then the other was ended
     [lost] = [e for e in read(tmp_path, 0) if e["event"] == "infra.event"]
     # step lines are written at intervals: rank 1's newest is at most that of step 4
     assert lost["kind"] == "lost_rank"
     assert lost["text"].startswith("rank 1 (newest line at step ")
     assert lost["text"].endswith("ended without a word, or hangs")
     assert lost["step"] == 5
-    assert f"lightning-sentinel: {lost['text']}" in done.stderr  # with the traceback itself
+    assert f"lightning-sentinel: {lost['text']}" in said  # with the traceback itself
     [error] = [e for e in read(tmp_path, 0) if e["event"] == "exception"]
     # gloo says it in either way, whichever of its threads is first
     assert "imed out" in error["message"] or error["message"] == "Application timeout caused pair closure"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from collective_limit import limit_groups
+from fork_server import call_on_ranks
 from hybrid_lm.metrics import GeometricMeanTokenProbability
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,6 +58,6 @@ def on_rank(rank: int, rendezvous: str, results: str) -> None:
 
 @pytest.mark.distributed
 def test_two_ranks_with_uneven_shares_agree_on_the_mean_over_tokens(tmp_path: Path) -> None:
-    mp.spawn(on_rank, args=(str(tmp_path / "rendezvous"), str(tmp_path)), nprocs=2)
+    call_on_ranks(on_rank, str(tmp_path / "rendezvous"), str(tmp_path))
     values = [float((tmp_path / str(rank)).read_text()) for rank in (0, 1)]
     assert values == [pytest.approx(math.exp(-203 / 101), rel=1e-12)] * 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from sentinel_kit import Loader, Net, free_port
+from sentinel_kit import Loader, Net, run_ranks
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sentinel import RankTelemetry, default_callbacks, infra_event
@@ -468,21 +467,7 @@ L.Trainer(max_steps=4, callbacks=[CollectiveLimit(), callback], logger=False, en
 def test_both_ranks_write_into_the_folder_of_rank_0(tmp_path: Path) -> None:
     script = tmp_path / "two.py"
     script.write_text(TWO_RANKS)
-    cluster = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": "2",
-        "NODE_RANK": "0",
-        "OMP_NUM_THREADS": "1",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(tmp_path), str(Path(__file__).parent), str(Path(__file__).parents[1])],
-            env=os.environ | cluster | {"LOCAL_RANK": str(rank)},
-        )
-        for rank in (0, 1)
-    ]
-    assert [process.wait(timeout=200) for process in ranks] == [0, 0]
+    run_ranks(script, tmp_path, Path(__file__).parent, Path(__file__).parents[1])
     assert not (tmp_path / "run-1").exists()
     journals = sorted(p.name for p in (tmp_path / "run-0" / "journal").iterdir())
     assert journals == ["rank-00000.jsonl", "rank-00001.jsonl"]

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sentinel_kit import run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 SCRIPT = Path(__file__).with_name("triage_two_ranks.py")
-
-
-def _run(script: Path, folder: Path) -> None:
-    path = f"{script.parent}{os.pathsep}{script.parents[1]}"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    command = [sys.executable, str(script), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """Verdicts of both ranks by fault, in rank order."""
     folder = tmp_path_factory.mktemp("verdicts")
-    _run(SCRIPT, folder)
+    run_ranks(SCRIPT, folder)
     found: dict[str, list[dict[str, Any]]] = {}
     for file in sorted(folder.glob("*.json")):
         found.setdefault(file.stem.rpartition("-")[0], []).append(json.loads(file.read_text()))
@@ -117,7 +107,7 @@ def test_a_batch_that_cannot_be_sent_leaves_no_rank_waiting(verdicts: Any) -> No
 
 
 def test_an_overflow_names_the_ranks_where_they_can_be_known(tmp_path: Path) -> None:
-    _run(SCRIPT.with_name("triage_scale_two_ranks.py"), tmp_path)
+    run_ranks(SCRIPT.with_name("triage_scale_two_ranks.py"), tmp_path)
     for rank in range(2):
         of_loss, of_gradient = json.loads((tmp_path / f"overflows-{rank}.json").read_text())
         assert (of_loss["step"], of_loss["rank"], of_loss["nonfinite_ranks"]) == (2, rank, [1])
@@ -127,7 +117,7 @@ def test_an_overflow_names_the_ranks_where_they_can_be_known(tmp_path: Path) -> 
 
 
 def test_where_one_rank_fails_all_go_on_alike(tmp_path: Path) -> None:
-    _run(SCRIPT.with_name("triage_one_fails.py"), tmp_path)
+    run_ranks(SCRIPT.with_name("triage_one_fails.py"), tmp_path)
     first, second = (json.loads((tmp_path / f"one-{rank}.json").read_text()) for rank in range(2))
     assert first.keys() == second.keys()
     assert len(first) == 11

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sentinel_kit import make_trainer
+from fork_server import run_forked
+from sentinel_kit import make_trainer, rank_environments
 from triage_matrix import run
 from triage_matrix.faults import FAULTS, plan
 from triage_matrix.ranks import run_together
@@ -106,13 +108,19 @@ def test_the_loudest_token_and_the_batch_s_rank_in_its_source_are_told(monkeypat
     )  # above every earlier batch of its source
 
 
+def start_forked(module: str, arguments: Sequence[str], *folders: Path, timeout: float) -> list[int]:
+    codes, said = run_forked(module, arguments, rank_environments(2, *folders), timeout)
+    print(said[-6000:])  # pytest shows it where the test fails
+    return codes
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_rank_at_fault_is_named(tmp_path: Path) -> None:
     cases = [(name, SEED) for name in OF_A_RANK]
     here = Path(__file__).parent
     beside = ("triage_beside.Beside", here, here.parent)
-    outcomes = run_together(cases, tmp_path / "outcomes.jsonl", timeout=280, beside=beside)
+    outcomes = run_together(cases, tmp_path / "outcomes.jsonl", timeout=280, beside=beside, start=start_forked)
     assert {o["name"]: o["outcome"] for o in outcomes} == dict.fromkeys(OF_A_RANK, "right")
     assert {o["name"]: o["unlisted"] for o in outcomes} == {name: [] for name in OF_A_RANK}
     of_reduction = outcomes[-1]["sentence"]
