@@ -100,7 +100,11 @@ class Started(subprocess.Popen[bytes]):
 
     def __init__(self, command: Sequence[str], **options: Any) -> None:
         self.output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by end and by kill_all
-        super().__init__(list(command), stdout=self.output, stderr=subprocess.STDOUT, **options)
+        try:
+            super().__init__(list(command), stdout=self.output, stderr=subprocess.STDOUT, **options)
+        except BaseException:
+            self.output.close()
+            raise
 
     def end(self, seconds: float) -> str:
         """Wait for its end and say what it has said; after so many seconds it and all that it has started are killed."""

@@ -9,7 +9,19 @@ from typing import Any
 
 import pytest
 from docs_pages import Block
-from elastic_job import ROLLBACK_EVERY, Job, agent_of, as_here, compare, kill_plan, read, run, typed, unlike_the_plan
+from elastic_job import (
+    ROLLBACK_EVERY,
+    Job,
+    Started,
+    agent_of,
+    as_here,
+    compare,
+    kill_plan,
+    read,
+    run,
+    typed,
+    unlike_the_plan,
+)
 
 from lightning_sentinel.checkpoint import CheckpointStore
 
@@ -76,6 +88,13 @@ def test_the_comparison_sees_what_it_is_there_to_see(tmp_path: Path) -> None:
         "restarts [] are on rank 0's journal, 1 were planned",
         "1 of 2 starts did not resume although a checkpoint had been saved",
     ]
+
+
+def test_a_command_that_does_not_exist_leaves_no_file_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(FileNotFoundError) as raised:
+        Started(["no-such-command"])
+    assert len(os.listdir("/proc/self/fd")) == before, raised
 
 
 @pytest.mark.slow
