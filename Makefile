@@ -12,7 +12,7 @@ OLDEST := $(VENV)/oldest
 # Two processes; each file stays in one of them, and files are handed out in the order of tests/conftest.py.
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 4
 
-.PHONY: demo test test-oldest lint types docs pytest wheel clean help
+.PHONY: install demo test test-oldest lint types docs pytest wheel clean help
 
 help:
 	@echo "make demo   train the example through the fault parade; DEMO_ARGS=\"key=value ...\" are Hydra overrides"
@@ -26,6 +26,8 @@ $(VENV)/.installed: constraints.txt pyproject.toml
 	$(PY) -m pip install --quiet --disable-pip-version-check $(TORCH_ARGS) -c constraints.txt torch
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[report,data,dev,docs]"
 	@touch $@
+
+install: $(VENV)/.installed
 
 demo: $(VENV)/.installed
 	$(PY) examples/pretrain.py experiment=parade $(DEMO_ARGS)
