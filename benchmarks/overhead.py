@@ -397,9 +397,7 @@ def host_syncs() -> dict[str, int]:
     for sync, mode in (("gate", "recover"), ("lagged", "guard")):
         with pytest.MonkeyPatch.context() as patch:
             everything = Everything(sync, mode, patch)
-            everything.validator.on_train_start(everything.trainer, everything.module)
-            everything.telemetry.on_train_start(everything.trainer, everything.module)
-            patch.setattr(type(everything.trainer), "is_last_batch", property(lambda t: False))
+            everything.start()
             for _ in range(10):
                 everything.one_step()
             found[sync] = everything.reads // 10

@@ -6,7 +6,7 @@ import logging
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from lightning.pytorch import Callback, Trainer
 
@@ -112,15 +112,14 @@ class SentinelCallback(Callback):
 
     Attributes:
         rewinds: Whether a rollback takes the callback's state back with it.
-        fresh_state: Whether the ``state_dict`` of this very class gives nothing away that changes later, so that a snapshot
-            in memory may keep it as it is.
-        compares_ranks: Whether the ``observe`` of this very class has nothing to say of a run on one rank.
+        fresh_state: Whether its ``state_dict`` gives nothing away that changes later, so that a snapshot in memory may keep
+            it as it is; of a callback around a detector, the detector's type for which that is so.
+        compares_ranks: Whether its ``observe`` has nothing to say of a run on one rank; likewise. See :func:`declares`.
     """
 
     rewinds = True
-    # Neither is inherited: a subclass may do more.
-    fresh_state = False
-    compares_ranks = False
+    fresh_state: ClassVar[bool | type] = False
+    compares_ranks: ClassVar[bool | type] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -133,6 +132,15 @@ class SentinelCallback(Callback):
         return f"lightning_sentinel.{type(self).__qualname__}"
 
     context = staticmethod(context_of)
+
+
+def declares(callback: Any, what: str) -> bool:
+    """Whether the class of this callback declares it, of itself and of the very detector that it holds.
+
+    Nothing is inherited: a subclass, or a detector of the user's own, may do more.
+    """
+    declared = vars(type(callback)).get(what, False)
+    return declared is True or (bool(declared) and type(callback.detector) is declared)
 
 
 def needs_telemetry(trainer: Trainer, callback: Callback, stage: str) -> None:

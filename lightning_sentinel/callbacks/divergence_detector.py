@@ -44,7 +44,7 @@ class DivergenceDetector(DetectorCallback):
         hold: Steps after a finding in which no second one is made while the new level settles.
     """
 
-    fresh_state = True
+    fresh_state = Divergence
 
     def __init__(
         self,

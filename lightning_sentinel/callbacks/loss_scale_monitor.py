@@ -106,7 +106,7 @@ class LossScaleMonitor(DetectorCallback):
         floor: A scale at or below this, reached by overflows, is an incident.
     """
 
-    fresh_state = True
+    fresh_state = LossScale
 
     def __init__(
         self,

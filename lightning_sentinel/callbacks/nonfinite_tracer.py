@@ -20,6 +20,7 @@ from ..incidents import Finding, FindingKind, Severity
 from ..limits import check_limits
 from ..record import StepRecord
 from ..state import lightning_private as _private
+from ..state.transfer import Transfer
 from ..state.tree import local
 from ..triage.armed import ArmedStep
 from ..triage.nonfinite import TraceReport, first_bad_boundary, trace_nonfinite
@@ -334,33 +335,24 @@ class NonFiniteTracer(SentinelCallback):
         self._taken = (window.boundary_flags, len(window.boundary_flags))
         if not flags:
             return
-        bad: Tensor | bool = any(not math.isfinite(t) for _, _, t in flags if isinstance(t, float))
-        copied = None
+        bad: Transfer | bool = any(not math.isfinite(t) for _, _, t in flags if isinstance(t, float))
         elsewhere = [t.detach() for _, _, t in flags if isinstance(t, Tensor)]
         if elsewhere and not bad:
             device = elsewhere[0].device
             wide = any(total.dtype == torch.float64 for total in elsewhere)
             totals = torch.stack([t.to(device, torch.float64 if wide else torch.float32) for t in elsewhere])
-            bad = ~totals.isfinite().all()
-            if device.type == "cuda":
-                host = torch.empty((), dtype=torch.bool, pin_memory=True)
-                host.copy_(bad, non_blocking=True)
-                copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                copied.record(torch.cuda.current_stream(device))
-                bad = host
+            bad = Transfer(~totals.isfinite().all())
         if bad is False and not self._unread:
             self._alarmed = ""
             return
         samples = [m.sample_ids for m in window.micro_batches]
-        self._unread.append(_Flags(window.step, window.attempt, flags, samples, bad, copied, isinstance(bad, bool)))
+        self._unread.append(_Flags(window.step, window.attempt, flags, samples, bad))
 
     def _read_flags(self, trainer: Trainer, everything: bool = False) -> None:
         """Read what lies on the host, and elsewhere what is a step old: the device is done with that."""
-        while self._unread and (everything or self._unread[0].at_hand or len(self._unread) > 1):
+        while self._unread and (everything or isinstance(self._unread[0].bad, bool) or len(self._unread) > 1):
             taken = self._unread.popleft()
-            if taken.copied is not None:
-                taken.copied.synchronize()
-            if not bool(taken.bad):
+            if not (taken.bad if isinstance(taken.bad, bool) else bool(taken.bad.read())):
                 self._alarmed = ""
             elif (taken.attempt, taken.step) not in self._in_record:
                 self._alarm(trainer, taken)
@@ -514,9 +506,7 @@ class _Flags:
     attempt: int
     flags: list[tuple[int, str, Tensor | float]]
     samples: list[tuple[str, ...]]  # ids by micro-batch
-    bad: Tensor | bool  # whether any flag is not finite, 0-dim where they lie on a device
-    copied: torch.cuda.Event | None  # when ``bad`` has reached the host
-    at_hand: bool  # reading costs nothing
+    bad: Transfer | bool  # whether any flag is not finite, on its way where they lie on a device
 
 
 def _at_hand(total: Tensor) -> Tensor | float:

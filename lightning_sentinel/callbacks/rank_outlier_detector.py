@@ -47,7 +47,7 @@ class RankOutlierDetector(DetectorCallback):
         straggler_steps: Steps in a row that make a slow rank a straggler.
     """
 
-    fresh_state = compares_ranks = True
+    fresh_state = compares_ranks = RankOutlier
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ from ..record import SIGNAL_INDEX, SIGNALS, SOURCE_LOSS, SOURCE_TOKENS, StepReco
 from ..state.lightning_private import collective_timeout, scaler_of, train_loaders
 from ..state.transfer import read_now
 from ..state.tree import local
-from .base import DetectorCallback, SentinelCallback, gather_objects
+from .base import DetectorCallback, SentinelCallback, declares, gather_objects
 
 log = logging.getLogger("lightning_sentinel")
 
@@ -213,7 +213,6 @@ class RankTelemetry(SentinelCallback):
         self._response: Any = None
         self.shared_norm = SharedNorm()
         self._on_host = False  # one rank on the CPU: the row is a list of numbers
-        self._schedulers: dict[int, list[Any]] = {}  # by optimizer
         self._scaler: Any = None
         self._sharded: dict[int, bool] = {}  # by optimizer
         self._share: dict[int, float] = {}  # of a sharded run: 1 / sqrt(ranks on which this parameter's part lies)
@@ -253,7 +252,6 @@ class RankTelemetry(SentinelCallback):
         self._on_host = trainer.world_size == 1 and trainer.strategy.root_device.type == "cpu"
         self._scaler = scaler_of(trainer)
         self._sharded = {id(o): is_sharded(o) for o in trainer.optimizers}
-        self._schedulers = _schedulers(trainer)
         parameters = [p for o in trainer.optimizers for group in o.param_groups for p in group["params"]]
         self._share = {}
         if trainer.world_size > 1 and any(map(is_sharded, trainer.optimizers)):
@@ -466,7 +464,7 @@ class RankTelemetry(SentinelCallback):
         self._observers = [
             c.detector.observe if getattr(c.observe, "__func__", None) is DetectorCallback.observe else c.observe
             for c in callbacks
-            if c is not self and hasattr(c, "observe") and not (alone and vars(type(c)).get("compares_ranks"))
+            if c is not self and hasattr(c, "observe") and not (alone and declares(c, "compares_ranks"))
         ]
         self._response = next((c for c in callbacks if hasattr(c, "decide")), None)
 
@@ -520,7 +518,7 @@ class RankTelemetry(SentinelCallback):
         flags = context.scratch.get("batch_flags", ())
         sharded = self._sharded.get(id(optimizer))
         rates: list[Any] = [group["lr"] for group in optimizer.param_groups]
-        planned = _planned_rates(self._schedulers.get(id(optimizer), ()), context)
+        planned = _planned_rates(trainer, optimizer, context)
         plain = _FLOAT.issuperset(map(type, rates)) and (planned is None or _FLOAT.issuperset(map(type, planned)))
         riding = (
             [] if plain else [v for v in (*rates, *(planned or ())) if isinstance(v, Tensor) and v.device.type != "cpu"]
@@ -946,21 +944,18 @@ def scale_of_gradients(trainer: Trainer, optimizer: Optimizer) -> Tensor | float
     return 1.0
 
 
-def _schedulers(trainer: Trainer) -> dict[int, list[Any]]:
-    """By optimizer the schedulers that set its rates."""
-    found: dict[int, list[Any]] = {}
+def _planned_rates(trainer: Trainer, optimizer: Optimizer, context: RunContext) -> list[Any] | None:
+    """What the scheduler of this optimizer last set, a number or 0-dim tensor per parameter group; None without one.
+
+    Looked for in every step: callbacks (``StochasticWeightAveraging``) put another one in its place.
+    """
     for config in trainer.lr_scheduler_configs:
-        found.setdefault(id(getattr(config.scheduler, "optimizer", None)), []).append(config.scheduler)
-    return found
-
-
-def _planned_rates(schedulers: Sequence[Any], context: RunContext) -> list[Any] | None:
-    """What a scheduler last set, a number or 0-dim tensor per parameter group; None without one."""
-    for scheduler in schedulers:
-        rates: list[Any] | None = getattr(scheduler, "_last_lr", None)
-        if rates is not None:
-            factor = context.scratch.get("lr_factor")  # a reduction that is in force on purpose
-            return rates if factor is None else [rate * factor for rate in rates]
+        scheduler = config.scheduler
+        if getattr(scheduler, "optimizer", None) is optimizer:
+            rates: list[Any] | None = getattr(scheduler, "_last_lr", None)
+            if rates is not None:
+                factor = context.scratch.get("lr_factor")  # a reduction that is in force on purpose
+                return rates if factor is None else [rate * factor for rate in rates]
     return None
 
 

@@ -50,7 +50,7 @@ class SpikeDetector(DetectorCallback):
         restart_window: A spike that starts within this many steps of a restart is marked restart-aligned.
     """
 
-    fresh_state = True
+    fresh_state = Spike
 
     def __init__(
         self,

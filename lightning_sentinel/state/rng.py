@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import struct
 import sys
 from typing import Any
 
@@ -41,26 +42,51 @@ def capture(device: torch.device | None = None) -> dict[str, Any]:
 # and compare all of them in every step costs ten times as much, because they are in no cache then.
 _WORDS = 16
 _NUMPY_POSITION = 624 * 4
-_last_numpy: tuple[Any, int, bytes, bytes, Any] | None = None
+_NUMPY: Any = getattr(np.random.get_state, "__self__", None)  # the RandomState behind the functions of ``numpy.random``
+
+
+def _gauss_offset() -> int | None:
+    """Where a ``RandomState`` says whether it keeps the second of a pair of normal numbers, and that number behind it.
+
+    Looked for in one of our own; None if it is not found as expected.
+    """
+    probe = np.random.RandomState(1)
+    probe.standard_normal()
+    kept: Any = probe.get_state(legacy=True)
+    found = _memory_of(probe).find(struct.pack("=d", kept[4]))
+    place = found - 8  # an int before a double
+    if kept[3] != 1 or place < 0 or _memory_of(probe)[place : place + 4] != struct.pack("=i", 1):
+        return None
+    probe.standard_normal()
+    return place if _memory_of(probe)[place : place + 4] == struct.pack("=i", 0) else None
+
+
+def _memory_of(value: Any) -> bytes:
+    return ctypes.string_at(id(value), type(value).__basicsize__)
+
+
+_GAUSS = _gauss_offset() if sys.implementation.name == "cpython" else None
+_last_numpy: tuple[Any, int, bytes, bytes, bytes, Any] | None = None
 
 
 def numpy_state() -> Any:
     """``np.random.get_state()``, read anew only where it has changed: the call costs more than all the other generators.
 
-    A draw moves the key or the position, except that of the second of a pair of normal numbers, which is kept as ``gauss``;
-    while there is one, the state is always read. The arrays are shared and not to be changed.
+    A draw moves words or position, or takes the number that is kept as ``gauss``. The arrays are shared and not to be
+    changed.
     """
     global _last_numpy
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public, its stub forgets it
-    if type(generator) is not np.random.MT19937:
+    if _GAUSS is None or type(_NUMPY) is not np.random.RandomState or type(generator) is not np.random.MT19937:
         return np.random.get_state(legacy=True)
     last = _last_numpy
     address = last[1] if last is not None and last[0] is generator else int(generator.ctypes.state_address)
     words, position = ctypes.string_at(address, 4 * _WORDS), ctypes.string_at(address + _NUMPY_POSITION, 4)
-    if last is not None and last[0] is generator and last[2] == words and last[3] == position:
-        return last[4]
+    gauss = ctypes.string_at(id(_NUMPY) + _GAUSS, 16)
+    if last is not None and last[0] is generator and last[2:5] == (words, position, gauss):
+        return last[5]
     state: Any = np.random.get_state(legacy=True)
-    _last_numpy = None if state[3] else (generator, address, words, position, state)
+    _last_numpy = (generator, address, words, position, gauss, state)
     return state
 
 
@@ -72,7 +98,7 @@ def _python_offset() -> int | None:
     probe = random.Random(1)
     words = probe.getstate()[1]
     expected = words[-1].to_bytes(4, sys.byteorder) + b"".join(w.to_bytes(4, sys.byteorder) for w in words[:-1])
-    found = ctypes.string_at(id(probe), type(probe).__basicsize__).find(expected)
+    found = _memory_of(probe).find(expected)
     return found if found >= 0 else None
 
 

@@ -37,7 +37,7 @@ from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBar
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch import Tensor, nn
 
-from ..callbacks.base import SentinelCallback
+from ..callbacks.base import SentinelCallback, declares
 from ..context import context_of
 from . import comm_hook, rng
 from . import lightning_private as private
@@ -365,7 +365,7 @@ def _callback_states(trainer: Trainer, copies: HostCopies, old: dict[str, dict[s
     for key, callback in _callback_keys(trainer):
         before = old.get(key, {})
         given = callback.state_dict()
-        if not vars(type(callback)).get("fresh_state"):
+        if not declares(callback, "fresh_state"):
             given = copies.tree(given, before.get("state_dict"))
         state: dict[str, Any] = {"state_dict": given}
         plain = [n for kind, names in _PLAIN.items() if isinstance(callback, kind) for n in names]

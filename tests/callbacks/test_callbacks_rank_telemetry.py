@@ -254,3 +254,28 @@ def test_a_line_of_very_many_ranks_stays_short() -> None:
     assert fields["nonfinite_rank_count"] == 16_384
     assert math.isnan(fields["loss_median"])
     assert len(json.dumps(fields)) < 1024
+
+
+def test_the_planned_rate_is_that_of_the_scheduler_in_place() -> None:
+    """Callbacks such as ``StochasticWeightAveraging`` put another scheduler in place of the module's."""
+
+    class Decays(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return [optimizer], [
+                {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}
+            ]
+
+    class Replaces(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == 3:
+                config = trainer.lr_scheduler_configs[0]
+                optimizer = config.scheduler.optimizer
+                optimizer.param_groups[0]["lr"] = 0.5
+                optimizer.param_groups[0]["initial_lr"] = 0.5
+                config.scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+
+    trainer, _ = fit(Decays(), callbacks=[RankTelemetry(), Replaces()])
+    rates = [(step, planned, actual) for step, planned, actual in context_of(trainer).rates]
+    before = [0.1, 0.1 * 0.9, 0.1 * 0.9 * 0.9]
+    assert rates == [(s, (r,), (r,)) for s, r in enumerate([*before, 0.5, 0.5, 0.5])]

@@ -16,7 +16,7 @@ from sentinel_kit import Loader, Net, make_trainer
 
 import lightning_sentinel
 from lightning_sentinel import RankTelemetry, default_callbacks
-from lightning_sentinel.callbacks.base import SentinelCallback
+from lightning_sentinel.callbacks.base import SentinelCallback, declares
 from lightning_sentinel.callbacks.defaults import ORDER
 from lightning_sentinel.conf.generate import argument_docs
 from lightning_sentinel.state.snapshot import take
@@ -97,7 +97,7 @@ def test_a_state_that_a_snapshot_keeps_as_it_is_never_changes(tmp_path: Path) ->
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             if trainer.global_step in (3, 30):
                 for callback in trainer.callbacks:
-                    if vars(type(callback)).get("fresh_state"):
+                    if declares(callback, "fresh_state"):
                         state = callback.state_dict()
                         self.kept.append((callback, state, copy.deepcopy(state)))
             if trainer.global_step == 40:
@@ -126,6 +126,20 @@ def test_a_state_that_a_snapshot_keeps_as_it_is_never_changes(tmp_path: Path) ->
         "lightning_sentinel.SpikeDetector",
         "lightning_sentinel.DivergenceDetector",
     ]
+
+
+def test_nothing_is_taken_for_granted_of_what_the_user_has_put_in_place() -> None:
+    """A subclass, or a detector of the user's own, may keep more, hand it out alive, and look at a run on one rank."""
+
+    class Mine(lightning_sentinel.RankOutlierDetector):
+        pass
+
+    own, mine, foreign = lightning_sentinel.RankOutlierDetector(), Mine(), lightning_sentinel.RankOutlierDetector()
+    foreign.detector = lightning_sentinel.SpikeDetector().detector  # type: ignore[assignment]
+    for what in ("fresh_state", "compares_ranks"):
+        assert [declares(c, what) for c in (own, mine, foreign, RankTelemetry())] == [True, False, False, False]
+    assert declares(lightning_sentinel.BatchValidator(), "fresh_state")
+    assert not declares(type("Callback", (Callback,), {})(), "fresh_state")
 
 
 def test_a_snapshot_in_memory_copies_nothing_of_the_samples_seen() -> None:

@@ -22,6 +22,7 @@ from lightning_sentinel import (
     SpikeDetector,
 )
 from lightning_sentinel import lag as lag_module
+from lightning_sentinel.callbacks import nonfinite_tracer as tracer_module
 from lightning_sentinel.callbacks import rank_telemetry as telemetry_module
 from lightning_sentinel.context import context_of
 from lightning_sentinel.lag import can_skip_on_device, mark_to_skip
@@ -74,7 +75,8 @@ class Everything:
         self.sent = 0
         self.telemetry = RankTelemetry(sync=sync, update_norm_every_n_steps=3, sources=("a", "b"))
         self.validator = BatchValidator(vocabulary_size=16)
-        suite = [self.validator, NonFiniteTracer(), SpikeDetector(), self.telemetry, IncidentResponse(mode=mode)]
+        self.tracer = NonFiniteTracer()
+        suite = [self.validator, self.tracer, SpikeDetector(), self.telemetry, IncidentResponse(mode=mode)]
         self.trainer, _ = make_trainer(suite, max_steps=50)
         self.module = Net().to("meta")
         self.trainer.strategy.connect(self.module)
@@ -101,8 +103,11 @@ class Everything:
                 assert tensor.device.type == "meta"
                 everything.sent += 1
                 self.size = tensor.numel()
+                self.flag = tensor.dtype is torch.bool
 
             def read(self) -> np.ndarray[Any, Any]:
+                if self.flag:
+                    return np.array(False)
                 flat = np.zeros(self.size)
                 flat[: row.size] = row[0]
                 return flat
@@ -110,6 +115,15 @@ class Everything:
         monkeypatch.setattr(telemetry_module, "read_now", read_now)
         monkeypatch.setattr(lag_module, "read_now", read_now)
         monkeypatch.setattr(lag_module, "Transfer", Sent)
+        monkeypatch.setattr(tracer_module, "Transfer", Sent)
+        monkeypatch.setattr(type(self.trainer), "is_last_batch", property(lambda t: False))
+
+    def start(self) -> None:
+        self.validator.on_train_start(self.trainer, self.module)
+        self.step = 1  # before step 0 the weights are looked at, once
+        self.tracer.on_train_start(self.trainer, self.module)
+        self.step = 0
+        self.telemetry.on_train_start(self.trainer, self.module)
 
     def one_step(self) -> None:
         batch = {
@@ -124,30 +138,42 @@ class Everything:
         trainer, module = self.trainer, self.module
         if self.telemetry.sync == "lagged":  # at the gate it reads for itself, before a forward that may crash
             self.validator.on_train_batch_start(trainer, module, batch, self.step)
+        self.tracer.on_train_batch_start(trainer, module, batch, self.step)
         self.telemetry.on_train_batch_start(trainer, module, batch, self.step)
+        trainer.strategy.on_train_batch_start(batch, self.step)  # here the step is captured
         loss = module.last(torch.relu(module.first(batch["x"]))).square().mean()
+        self.tracer.on_before_backward(trainer, module, loss)
         self.telemetry.on_before_backward(trainer, module, loss)
         loss.backward()
+        window = context_of(trainer).window
+        self.flagged = [(path, total.device.type) for _, path, total in window.boundary_flags]
+        self.tracer.on_before_optimizer_step(trainer, module, self.optimizer)
         self.telemetry.on_before_optimizer_step(trainer, module, self.optimizer)
         self.optimizer.zero_grad()
+        self.tracer.on_train_batch_end(trainer, module, None, batch, self.step)
         self.telemetry.on_train_batch_end(trainer, module, None, batch, self.step)
         self.step += 1
 
 
 @pytest.mark.parametrize(
-    ("sync", "mode", "reads"), [("gate", "recover", 1), ("lagged", "guard", 0), ("lagged", "observe", 0)]
+    ("sync", "mode", "reads"),
+    [("gate", "recover", 1), ("lagged", "recover", 0), ("lagged", "guard", 0), ("lagged", "observe", 0)],
 )
 def test_host_reads_of_the_signal_path(sync: str, mode: str, reads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     everything = Everything(sync, mode, monkeypatch)
-    everything.validator.on_train_start(everything.trainer, everything.module)
-    everything.telemetry.on_train_start(everything.trainer, everything.module)
-    monkeypatch.setattr(type(everything.trainer), "is_last_batch", property(lambda t: False))
+    everything.start()
+    warm = 40 if mode == "recover" and not reads else 0  # there a step is read at once until the detectors know the run
+    for _ in range(warm):
+        everything.one_step()
+    everything.reads = everything.sent = 0
     for _ in range(6):
         everything.one_step()
+        # The layers' sums stay on the device; one flag for all of them is on its way, and is read a step later.
+        assert everything.flagged == [("first", "meta"), ("last", "meta")]
     assert everything.reads == 6 * reads
-    assert everything.sent == 6 * (1 - reads)
+    assert everything.sent == 6 * (2 - reads)
     context = context_of(everything.trainer)
-    assert context.nominal_steps == (6 if reads else 5)  # the newest one is still on its way
+    assert context.nominal_steps == warm + (6 if reads else 5)  # the newest one is still on its way
     assert [r.step for r in context.history] == list(range(context.nominal_steps))
     assert {r.learning_rates for r in context.history} == {(0.25,)}
     assert {len(r.signals) for r in context.history} == {r.values.shape[1] for r in context.history}
@@ -156,9 +182,7 @@ def test_host_reads_of_the_signal_path(sync: str, mode: str, reads: int, monkeyp
 
 def test_the_flag_of_a_batch_comes_with_its_record_and_is_explained_then(monkeypatch: pytest.MonkeyPatch) -> None:
     everything = Everything("lagged", "observe", monkeypatch)
-    everything.validator.on_train_start(everything.trainer, everything.module)
-    everything.telemetry.on_train_start(everything.trainer, everything.module)
-    monkeypatch.setattr(type(everything.trainer), "is_last_batch", property(lambda t: False))
+    everything.start()
     explained = []
     monkeypatch.setattr(everything.validator, "_describe_all", lambda *a: iter(explained.append(a[2]) or ()))
     for step in range(6):
