@@ -347,7 +347,7 @@ def own_of(lane: dict[str, Any]) -> dict[str, Any]:
     per_block = np.array([seconds / len(block) for seconds, block in zip(lane["own"], blocks, strict=True)])
     share = np.array([seconds / sum(block) for seconds, block in zip(lane["own"], blocks, strict=True)])
     hooks = {name: round(1e6 * seconds / steps, 1) for name, seconds in lane["hooks"].items()}
-    # A snapshot every 25 steps would be left out by a median over blocks of 4: the mean of all but the worst tenth.
+    # A snapshot every 50 steps would be left out by a median over blocks of 4: the mean of all but the worst tenth.
     kept = np.sort(per_block)[: max(1, math.ceil(0.9 * len(per_block)))]
     return {
         "ms": 1e3 * float(kept.mean()),

@@ -78,7 +78,7 @@ class BatchValidator(SentinelCallback):
         known_ids: ``id -> bool``, False for an id that the data should not hold; None does not look.
         neutralise: Where a token or target out of range would crash the forward, put a valid token in its place and ignore
             all targets of that sample, in place, so that the rest of the batch still trains. ``policy="recover"`` sets it.
-        max_remembered: Bound on the samples kept in memory for ``repeats``, 12 bytes each.
+        max_remembered: Bound on the samples kept in memory for ``repeats``, some 30 bytes each.
     """
 
     name = "BatchValidator"

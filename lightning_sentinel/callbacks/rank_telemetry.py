@@ -167,9 +167,9 @@ class RankTelemetry(SentinelCallback):
             The loss per source needs ``module.sample_loss_nats`` (a detached ``[batch]`` tensor that ``training_step``
             sets) and, if samples differ in length, ``module.sample_tokens``.
         sync: ``"gate"`` reads each record before its update: one wait for the device a step. ``"lagged"``, for accelerators,
-            reads it at the next step's gate without waiting; what is not finite is still kept out, on the device, and
-            whatever else needs an answer is answered after going back to before the step, which then runs again under
-            the gate. See ``docs/performance.md``.
+            reads it at the next step's gate without waiting; what is not finite is still kept out, on the device, under
+            ``guard`` and ``recover``. Whatever else needs an answer, ``recover`` answers after going back to before the
+            step, which then runs again under the gate; the other policies write it down. See ``docs/performance.md``.
         gather_within: Gather in two stages, first among so many neighbouring ranks (those of a node, or about the root of
             their number), then between such groups; it must divide the number of ranks. 0: in one. Worth it for thousands
             of ranks, see ``docs/distributed.md``; what is gathered is the same.

@@ -1,7 +1,7 @@
 """Which samples have been seen before, and when: a compact, append-only memory of 64-bit hashes.
 
-Per sample 12 bytes in the order of first sight. Lookup goes through a small dict of the newest and one sorted array of all
-others. Beyond ``max_samples`` the memory keeps only the hashes whose low bits are zero (half of them, then a quarter ...),
+Per sample 12 bytes in the order of first sight, and 16 for lookup, which goes through a dict of the newest and one sorted array
+of all others. Beyond ``max_samples`` the memory keeps only the hashes whose low bits are zero (half of them, then a quarter ...),
 so it stays bounded and still covers the whole run evenly: a cursor that starts over is seen as surely, a single repeat only
 where its hash is among the kept.
 
@@ -35,7 +35,7 @@ class SeenSamples:
     """Samples in the order of their first sight. Sample ``n`` of the memory is the ``n``-th kept one.
 
     Args:
-        max_samples: Bound on the memory, 12 bytes for each.
+        max_samples: Bound on the memory, 28 bytes for each, and some 100 for each of the newest ``RECENT``.
     """
 
     def __init__(self, max_samples: int = 1_048_576) -> None:
