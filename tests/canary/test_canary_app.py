@@ -22,6 +22,7 @@ from lightning_sentinel.cli import main
 from lightning_sentinel.journal import read_journal
 
 
+@pytest.mark.slow
 def test_the_example_passes_and_leaves_a_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, documented: list[Block]
 ) -> None:

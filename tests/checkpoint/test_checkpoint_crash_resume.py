@@ -68,6 +68,7 @@ def promote(store: CheckpointStore, part: Contents) -> None:
     store.promote(store.root / "step-00000008")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", [save_and_rotate, promote])
 @pytest.mark.timeout(600)
 def test_a_trainer_resumes_after_power_loss_at_every_operation(
