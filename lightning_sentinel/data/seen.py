@@ -1,9 +1,9 @@
 """Which samples have been seen before, and when: a compact, append-only memory of 64-bit hashes.
 
-Per sample 12 bytes in the order of first sight, and 16 for lookup, which goes through a dict of the newest and one sorted array
-of all others. Beyond ``max_samples`` the memory keeps only the hashes whose low bits are zero (half of them, then a quarter ...),
-so it stays bounded and still covers the whole run evenly: a cursor that starts over is seen as surely, a single repeat only
-where its hash is among the kept.
+Per sample 12 bytes in the order of first sight, and 16 for lookup, which goes through a dict of the newest and one sorted
+array of all others. Beyond ``max_samples`` the memory keeps only the hashes whose low bits are zero (half of them, then a
+quarter ...), so it stays bounded and still covers the whole run evenly: a cursor that starts over is seen as surely, a
+single repeat only where its hash is among the kept.
 
 Example:
     >>> seen = SeenSamples()
