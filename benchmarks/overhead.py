@@ -12,7 +12,9 @@ does slows both alike. Only one of them computes at any time; each has its own c
                                   makes one or the other faster by a percent or two, anew in every process
     own_share                     time inside the suite's own code, its hooks on the model's layers included / time of a
                                   step, in the same run
-    own_ms, own_share_at_100ms    that time, and as a share of a step of 100 ms
+    own_ms, own_share_at_100ms    that time, and as a share of a step of 100 ms; full snapshots, one in 50 steps, lie in the
+                                  worst tenth of the blocks, which is left out: own_us_by_hook tells what they cost where
+                                  one fell into the steps that count
     norm_ms                       of it the norm of the gradients, which the clipping that follows does not compute again
     own_added_ms                  own_ms less norm_ms: what a step that clips has more than without the suite
     added                         hooks_ms: what the suite adds where Lightning runs through the callbacks, its dispatch
@@ -347,7 +349,7 @@ def own_of(lane: dict[str, Any]) -> dict[str, Any]:
     per_block = np.array([seconds / len(block) for seconds, block in zip(lane["own"], blocks, strict=True)])
     share = np.array([seconds / sum(block) for seconds, block in zip(lane["own"], blocks, strict=True)])
     hooks = {name: round(1e6 * seconds / steps, 1) for name, seconds in lane["hooks"].items()}
-    # A snapshot every 50 steps would be left out by a median over blocks of 4: the mean of all but the worst tenth.
+    # The worst tenth of the blocks is what else the machine did, and the full snapshots.
     kept = np.sort(per_block)[: max(1, math.ceil(0.9 * len(per_block)))]
     return {
         "ms": 1e3 * float(kept.mean()),
