@@ -508,8 +508,9 @@ def own_us(module: L.LightningModule, width: int, folder: Path, name: str, steps
 
 
 def scaling(folder: Path, steps: int) -> dict[str, Any]:
-    layers = {n: own_us(Simulated(n, 64), 64, folder, f"layers-{n}", steps) for n in (1, 8, 32, 128, 256)}
-    widths = {w: own_us(Simulated(8, w), w, folder, f"width-{w}", steps) for w in (64, 256, 512, 1024, 2048)}
+    # With simulated losses: on these rows a real one diverges, and the incidents would be measured.
+    layers = {n: own_us(Simulated(n, 64, steps), 64, folder, f"layers-{n}", steps) for n in (1, 8, 32, 128, 256)}
+    widths = {w: own_us(Simulated(8, w, steps), w, folder, f"width-{w}", steps) for w in (64, 256, 512, 1024, 2048)}
     parameters = {8 * (w * w + w): us for w, us in widths.items()}
     return {
         "own_us_by_layers": {n: round(us, 1) for n, us in layers.items()},
