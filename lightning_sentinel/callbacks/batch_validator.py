@@ -474,7 +474,7 @@ class BatchValidator(SentinelCallback):
 
     def _passes(self, found: Sequence[Part], ids: Sequence[str], epoch: int) -> list[int]:
         """Which pass over its data each sample belongs to: as the loader says, else the Trainer's epoch."""
-        counted = list(found[0].passes or ()) if len(found) == 1 else [n for part in found for n in part.passes or ()]
+        counted = [number for part in found for number in part.passes or ()]
         if len(counted) == len(ids):
             return counted
         if epoch != self._epoch:

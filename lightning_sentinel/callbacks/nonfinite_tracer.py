@@ -325,11 +325,8 @@ class NonFiniteTracer(SentinelCallback):
         window = self.context(trainer).window
         return window is None or (window.step, window.attempt) != (trainer.global_step, self.context(trainer).attempt)
 
-    def _take_flags(self, trainer: Trainer) -> None:
+    def _take_flags(self, window: StepWindow) -> None:
         """At the gate: reduce the step's flags to one value on the device, and let it be copied to the host."""
-        window = self.context(trainer).window
-        if window is None or not window.boundary_flags:
-            return
         known = self._taken[1] if self._taken[0] is window.boundary_flags else 0
         flags = window.boundary_flags[known:]
         self._taken = (window.boundary_flags, len(window.boundary_flags))
@@ -399,11 +396,9 @@ class NonFiniteTracer(SentinelCallback):
             self._armed.disable()
             self._armed = None
 
-    def _finish_armed_step(self, trainer: Trainer) -> None:
+    def _finish_armed_step(self, trainer: Trainer, armed: ArmedStep) -> None:
         """At the gate of the armed step: journal the first backward that was not finite, with its forward's lines."""
-        armed, self._armed = self._armed, None
-        if armed is None:
-            return
+        self._armed = None
         armed.disable()
         origin = armed.first()
         if origin is None:
@@ -435,9 +430,9 @@ class NonFiniteTracer(SentinelCallback):
         self._holding = False  # a replay is no forward of the run
         context = self.context(trainer)
         if context.window is not None and context.window.boundary_flags:
-            self._take_flags(trainer)
+            self._take_flags(context.window)
         if self._armed is not None:
-            self._finish_armed_step(trainer)
+            self._finish_armed_step(trainer, self._armed)
         record = context.record
         if record is not None and (record.step, record.attempt) == (trainer.global_step, context.attempt):
             # RankTelemetry stands before us in the Trainer and has asked already, without an optimizer
@@ -450,7 +445,7 @@ class NonFiniteTracer(SentinelCallback):
         trainer, module, optimizer = self._fit
         window = self.context(trainer).window
         if window is not None and window.boundary_flags:
-            self._take_flags(trainer)  # before a healthy step's flags are let go
+            self._take_flags(window)  # before a healthy step's flags are let go
         if not record.has_nonfinite:
             return []
         from .incident_response import IncidentResponse

@@ -94,7 +94,7 @@ def total_norm(
         shares: What each tensor's norm is multiplied by: ``1 / sqrt(n)`` where it lies on ``n`` ranks and the squares of all
             ranks will be summed.
     """
-    norms = _norms(list(tensors), dtype)
+    norms = _norms(list(tensors), dtype, set(map(_DTYPE, tensors)) == {dtype})
     return _total(norms if shares is None else torch._foreach_mul(list(norms), list(shares)))
 
 
@@ -105,11 +105,9 @@ def _total(norms: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _norms(tensors: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-    # Named, even the tensors' own dtype costs a conversion check for each of them.
-    if set(map(_DTYPE, tensors)) == {dtype}:
-        return torch._foreach_norm(tensors, 2)
-    return torch._foreach_norm(tensors, 2, dtype=dtype)
+def _norms(tensors: list[Tensor], dtype: torch.dtype, own: bool) -> Sequence[Tensor]:
+    """``own``: it is the dtype of all of them. Named, even that costs a conversion check for each."""
+    return torch._foreach_norm(tensors, 2) if own else torch._foreach_norm(tensors, 2, dtype=dtype)
 
 
 _Values = npt.NDArray[np.float64] | list[float]  # a record's matrix; of one rank on the CPU its row
@@ -558,8 +556,7 @@ class RankTelemetry(SentinelCallback):
         if self._share:
             return total_norm(grads, shares=self._shares(optimizer))
         single = set(map(_DTYPE, grads)) == _FLOAT32
-        # Named, even the tensors' own dtype costs a conversion check for each of them.
-        norms = torch._foreach_norm(grads, 2) if single else torch._foreach_norm(grads, 2, dtype=torch.float32)
+        norms = _norms(grads, torch.float32, single)
         # What is clipped are the parameters' own gradients, each by a norm in its own dtype.
         if single and self.shared_norm.wanted and _PLAIN.issuperset(map(type, grads)):
             self.shared_norm.keep(grads, norms)

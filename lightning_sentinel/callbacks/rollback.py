@@ -9,7 +9,6 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from ..context import context_of
 from ..incidents import Action
 from ..limits import check_limits
 from ..state import lightning_private as private
@@ -212,8 +211,8 @@ class Rollback(SentinelCallback):
     def mark_known_good(self, trainer: Trainer, step: int) -> None:
         """Every snapshot at or before ``step`` has passed its probation; called after each healthy step."""
         self._probation = trainer.global_step - step
-        for snapshot in context_of(trainer).snapshots:
-            if not snapshot.known_good and snapshot.step <= step:
+        for snapshot in self.context(trainer).snapshots:
+            if snapshot.step <= step:
                 snapshot.known_good = True
 
     # --- Hooks --------------------------------------------------------------------------------------------------

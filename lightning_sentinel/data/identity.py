@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -113,13 +114,7 @@ def _as_ids(value: Any) -> tuple[str, ...]:
 def _mapping_part(
     where: tuple[str, ...], holder: Any, named: Mapping[str, Any], targets_key: str | None
 ) -> Part | None:
-    # One batch is made like the next: which key is what depends on names and types alone, and is found out once.
-    layout = (targets_key, *named, *map(type, named.values()))
-    roles = _ROLES.get(layout)
-    if roles is None:
-        if len(_ROLES) >= 64:
-            _ROLES.clear()
-        roles = _ROLES[layout] = _Roles.of(named, targets_key)
+    roles = _roles(tuple(named), tuple(map(type, named.values())), targets_key)
     if roles.tokens is None and roles.targets is None:
         return None
     passes = named.get(PASS_KEY)
@@ -156,15 +151,16 @@ class _Roles:
     def targets(self) -> str | None:
         return self.tensors[1]
 
-    @staticmethod
-    def of(named: Mapping[str, Any], targets_key: str | None) -> _Roles:
-        target_keys = (targets_key,) if targets_key else TARGET_KEYS
-        names = (TOKEN_KEYS, target_keys, ATTENTION_MASK_KEYS, LOSS_MASK_KEYS, WEIGHT_KEYS, DOCUMENT_KEYS)
-        tensors = tuple(next((k for k in keys if isinstance(named.get(k), Tensor)), None) for keys in names)
-        return _Roles(tensors, next((key for key in ID_KEYS if named.get(key) is not None), None))
 
-
-_ROLES: dict[tuple[Any, ...], _Roles] = {}
+@lru_cache(maxsize=64)
+def _roles(names: tuple[str, ...], kinds: tuple[type, ...], targets_key: str | None) -> _Roles:
+    """One batch is made like the next: which key is what depends on names and types alone, and is found out once."""
+    named = dict(zip(names, kinds, strict=True))
+    target_keys = (targets_key,) if targets_key else TARGET_KEYS
+    wanted = (TOKEN_KEYS, target_keys, ATTENTION_MASK_KEYS, LOSS_MASK_KEYS, WEIGHT_KEYS, DOCUMENT_KEYS)
+    tensors = tuple(next((k for k in keys if issubclass(named.get(k, object), Tensor)), None) for keys in wanted)
+    missing = type(None)
+    return _Roles(tensors, next((key for key in ID_KEYS if named.get(key, missing) is not missing), None))
 
 
 def parts(batch: Any, targets_key: str | None = None, where: tuple[str, ...] = ()) -> list[Part]:

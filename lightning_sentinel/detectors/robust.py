@@ -107,9 +107,7 @@ class RollingWindow:
 
     @property
     def median(self) -> float:
-        ordered = self._ordered  # not by sorted_median: asked for five times a step
-        n = len(ordered)
-        return ordered[n // 2] if n % 2 else 0.5 * (ordered[n // 2 - 1] + ordered[n // 2])
+        return sorted_median(self._ordered)
 
     @property
     def mad(self) -> float:
@@ -119,7 +117,7 @@ class RollingWindow:
     @property
     def sigma(self) -> float:
         """Robust standard deviation: MAD scaled to a normal distribution."""
-        return MAD_TO_SIGMA * sorted_mad(self._ordered, self.median)
+        return MAD_TO_SIGMA * self.mad
 
     def state_dict(self) -> dict[str, Any]:
         return {"values": list(self._queue)}
