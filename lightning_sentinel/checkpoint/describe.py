@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import platform
+import shutil
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -49,10 +51,29 @@ def topology(trainer: Trainer) -> dict[str, Any]:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
+    """What git says, or None.
+
+    Called on a background thread, while the training thread may fork a loader's workers. Such a worker inherits whatever
+    pipe is open at that moment, and who reads the pipe to its end then waits for the worker's. Hence a file in place of a
+    pipe, and ``close_fds=False`` with the program's whole path: only so does ``subprocess`` start a child without a pipe of
+    its own (by posix_spawn).
+    """
+    program = shutil.which("git")
+    if program is None:
+        return None
+    command = [program, "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=_GIT_SECONDS, check=True
-        )
+        with tempfile.TemporaryFile() as said:
+            subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.DEVNULL,
+                close_fds=False,
+                timeout=_GIT_SECONDS,
+                check=True,
+            )
+            said.seek(0)
+            return said.read().decode().strip()
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
-    return done.stdout.strip()

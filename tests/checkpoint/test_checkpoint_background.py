@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
+import subprocess
 import sys
 import threading
 from collections import deque
@@ -17,10 +19,13 @@ from checkpoint_disk import QuickDisk
 from checkpoint_world import events, fit, same_weights, suite
 
 from lightning_sentinel.checkpoint import CheckpointStore
+from lightning_sentinel.checkpoint.describe import code_revision
 from lightning_sentinel.checkpoint.probation import Probation
 from lightning_sentinel.checkpoint.saving import Part, Patience, collect_parts, leave_part, write_part
 from lightning_sentinel.checkpoint.store import CheckpointError
 from lightning_sentinel.checkpoint.writer import NICENESS, Writer
+
+AUTHOR = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
 
 
 class GatedDisk(QuickDisk):
@@ -212,3 +217,43 @@ def test_a_save_of_an_abandoned_path_never_passes() -> None:
     assert not probation.knows((12, 0))
     probation.forget_after(9)  # an incident that began at step 9
     assert probation.good == {(8, 0)}
+
+
+def _stays(end: Any) -> None:
+    end.wait()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="nothing is forked there")
+@pytest.mark.parametrize("git", [True, False], ids=["a-repository", "none"])
+def test_a_loaders_worker_that_is_forked_meanwhile_does_not_hold_the_writer_up(git: bool, tmp_path: Path) -> None:
+    """A worker inherits the pipes that are open when it is forked; a save must not wait for it to end."""
+    if git:
+        for command in (["init", "-q"], [*AUTHOR, "commit", "-q", "--allow-empty", "-m", "first"]):
+            subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+        (tmp_path / "new.py").touch()
+    fork = multiprocessing.get_context("fork")
+    asked, over, end = [], threading.Event(), fork.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            asked.append(code_revision(tmp_path))
+
+    asking = threading.Thread(target=ask, daemon=True)
+    workers = [fork.Process(target=_stays, args=(end,)) for _ in range(40)]
+    asking.start()
+    try:
+        for worker in workers:
+            worker.start()
+        over.set()
+        asking.join(30)
+        assert not asking.is_alive(), f"still waits, after {len(asked)} answers"
+        assert all(worker.is_alive() for worker in workers)
+        if git:
+            assert len(asked[0]["commit"]) == 40
+            assert asked[0]["changed"] is False  # what git does not know is no change
+        else:
+            assert asked[0] is None
+    finally:
+        over.set(), end.set()
+        for worker in workers:
+            worker.join()
