@@ -18,6 +18,7 @@ from typing import Any
 import lightning as L
 import torch
 from collective_limit import CollectiveLimit
+from fork_server import IMPORTED
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from state_world import Hurt, Net, Recorder, Samples, same, seed_all
 from test_state_incidents import Alarm, names_of
@@ -57,7 +58,10 @@ class TwoRanks(Net):
         samples = Samples(64)
         ranks, rank = self.trainer.world_size, self.trainer.global_rank
         sampler = StatefulDistributedSampler(samples, num_replicas=ranks, rank=rank, shuffle=True, seed=3)
-        return StatefulDataLoader(samples, batch_size=4, sampler=sampler, num_workers=self.workers)
+        # Not forked from here: where a thread of gloo's is about to enter Python at that moment, CPython's own lock is left
+        # taken in the child, which never begins (seen on 3.11).
+        options = {"num_workers": self.workers, "multiprocessing_context": "forkserver"} if self.workers else {}
+        return StatefulDataLoader(samples, batch_size=4, sampler=sampler, **options)
 
 
 class Mixed(TwoRanks):
@@ -245,6 +249,7 @@ def late(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    torch.multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED)
     target = Path(sys.argv[1])
     for name in sys.argv[2:]:
         if name.startswith("uneven:"):
