@@ -3,7 +3,8 @@
 ``Trainer(gradient_clip_val=...)`` computes the 2-norm of all gradients right after the gate has. That second time is left
 out where nothing can have changed them in between: only hooks of the suite run there, and the gradients are the same objects
 with the same version counters. The total is put together from the same norms of the same tensors, in the same order and by
-the same calls as in ``torch.nn.utils.clip_grad_norm_``, so every bit of the clipped gradients stays what it was.
+the same calls as in ``torch.nn.utils.clip_grad_norm_``, and so is the factor: every bit of the clipped gradients stays what
+it was. On a CPU the factor is looked at, and gradients within the limit are not multiplied by 1.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class SharedNorm:
         self.wanted = False
         self.used = 0
         self._known: tuple[list[Tensor], list[int], Sequence[Tensor]] | None = None
+        self._flushes = False  # ``torch.set_flush_denormal``: multiplying by 1 then changes what is below the normal numbers
         self._undo: Callable[[], None] = lambda: None
 
     def start(self, trainer: Trainer, module: LightningModule, trusted: type) -> None:
@@ -52,6 +54,7 @@ class SharedNorm:
             or any(overrides(c, GATE) for c in later)
         ):
             return
+        self._flushes = bool(torch.tensor(1e-40) * 1.0 == 0.0)
         undo = intercept_norm_clipping(trainer, self._clip)
         if undo is not None:
             self.wanted, self._undo = True, undo
@@ -78,6 +81,19 @@ class SharedNorm:
         if len(now) != len(gradients) or not all(map(is_, now, gradients)) or [*map(_VERSION, now)] != versions:
             return False
         total = torch.linalg.vector_norm(torch.stack(list(norms)), 2.0)
-        torch.nn.utils.clip_grads_with_norm_(parameters, most, total)
+        if total.is_cpu:
+            self._scale(gradients, total, most)
+        else:
+            torch.nn.utils.clip_grads_with_norm_(parameters, most, total)
         self.used += 1
         return True
+
+    @torch.no_grad()
+    def _scale(self, gradients: list[Tensor], total: Tensor, most: float) -> None:
+        """What ``clip_grads_with_norm_`` does, where the host can look at the factor: gradients stay as they are if it is 1.
+
+        There are many such steps in a sound run, and each is a pass over all gradients.
+        """
+        factor = torch.clamp(most / (total + 1e-6), max=1.0)
+        if factor.item() != 1.0 or self._flushes:
+            torch._foreach_mul_(gradients, factor)

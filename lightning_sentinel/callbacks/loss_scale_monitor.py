@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -183,6 +183,9 @@ class LossScaleMonitor(DetectorCallback):
             gradient_clip_val=value,
             effective_clip_val=value / scale,
         )
+
+    def idle_hooks(self, trainer: Trainer) -> Collection[str]:
+        return ("on_before_optimizer_step", "on_train_batch_end") if self._scaler is None else ()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         scaler = self._scaler

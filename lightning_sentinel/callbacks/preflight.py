@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -266,6 +266,10 @@ class Preflight(SentinelCallback):
         if (self._first or self._width is not None) and trainer.global_step > 0:
             self._first = False
             self._stop_looking()
+
+    def idle_hooks(self, trainer: Trainer) -> Collection[str]:
+        looks = self._first or self._width is not None
+        return () if looks else ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._stop_looking()

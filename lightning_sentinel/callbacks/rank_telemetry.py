@@ -6,7 +6,7 @@ import logging
 import math
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -34,7 +34,7 @@ from ..record import SIGNAL_INDEX, SIGNALS, SOURCE_LOSS, SOURCE_TOKENS, StepReco
 from ..state.lightning_private import collective_timeout, scaler_of, train_loaders
 from ..state.transfer import read_now
 from ..state.tree import local
-from .base import DetectorCallback, SentinelCallback, declares, gather_objects
+from .base import DetectorCallback, SentinelCallback, declares, gather_objects, rest_idle_hooks
 
 log = logging.getLogger("lightning_sentinel")
 
@@ -215,6 +215,7 @@ class RankTelemetry(SentinelCallback):
         self._sharded: dict[int, bool] = {}  # by optimizer
         self._share: dict[int, float] = {}  # of a sharded run: 1 / sqrt(ranks on which this parameter's part lies)
         self._gated = False
+        self._wake: Callable[[], None] | None = None  # ends the rest of hooks that do nothing
         self._batch_idx = 0
         self._reset_window()
 
@@ -269,10 +270,19 @@ class RankTelemetry(SentinelCallback):
             self._rows = []
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self.shared_norm.stop()
+        self._release()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._release()
+
+    def _release(self) -> None:
         self.shared_norm.stop()
+        if self._wake is not None:
+            self._wake()
+            self._wake = None
+
+    def idle_hooks(self, trainer: Trainer) -> Collection[str]:
+        return ("on_after_backward",) if self._waiting is None else ()
 
     def _reset_window(self) -> None:
         self._losses: list[Tensor] = []  # one per micro-batch, float32, as the user means it
@@ -291,6 +301,8 @@ class RankTelemetry(SentinelCallback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         context = self.context(trainer)
         self._data_seconds += time.perf_counter() - self._batch_clock
+        if self._wake is None and context.nominal_steps:  # all that is done once has been done
+            self._wake = rest_idle_hooks(trainer)
         if not self._tokens:
             context.held = False
             context.record = None

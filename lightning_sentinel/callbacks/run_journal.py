@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -206,6 +206,9 @@ class RunJournal(SentinelCallback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not self._changes_told:
             self.tell_changes(trainer, trainer.global_step)
+
+    def idle_hooks(self, trainer: Trainer) -> Collection[str]:
+        return ("on_train_batch_start",) if self._changes_told else ()
 
     def tell_changes(self, trainer: Trainer, step: int) -> None:
         """What has changed since the last fit in this folder, once it is known that this one goes on at ``step``.

@@ -12,7 +12,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,7 +27,9 @@ from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFe
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.trainer.call import _call_callback_hooks
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
 from torch.amp.grad_scaler import OptState
@@ -72,6 +76,7 @@ NAMES: tuple[tuple[str, str, str], ...] = (
     ("lightning.pytorch.trainer.connectors.checkpoint_connector", "_CheckpointConnector.dump_checkpoint", "2.6.6"),
     ("lightning.fabric.utilities.seed", "_set_rng_states", "2.6.6"),
     ("lightning.pytorch.loops.training_epoch_loop", "_TrainingEpochLoop._build_kwargs", "2.6.6"),
+    ("lightning.pytorch.trainer.call", "_call_callback_hooks", "2.6.6"),
     ("lightning.pytorch.plugins.precision", "Precision.clip_grad_by_norm", "2.6.6"),
     ("lightning.pytorch.plugins.precision", "Precision.main_params", "2.6.6"),
     ("torch.nn", "Module._compiled_call_impl", "torch 2.13"),
@@ -154,6 +159,18 @@ def missing_names(trainer: Trainer) -> list[str]:
     iterator = _MaxSizeCycle([[0]])
     missing += [f"_MaxSizeCycle.{n} (checked on 2.6.6)" for n in ITERATOR_NAMES if not hasattr(iterator, n)]
     return missing
+
+
+@cache
+def passes_over_none() -> bool:
+    """Whether Lightning leaves out a callback's hook that is None, as all versions have that this was checked on."""
+    trainer: Any = SimpleNamespace(lightning_module=None, profiler=PassThroughProfiler())
+    trainer.callbacks = [SimpleNamespace(state_key="", on_train_batch_start=None)]
+    try:
+        _call_callback_hooks(trainer, "on_train_batch_start")
+    except Exception:  # it calls None, or asks for more than is here: hooks stay what they are
+        return False
+    return True
 
 
 # --- Where in the loop are we? ------------------------------------------------------------------------------------

@@ -197,3 +197,41 @@ def test_a_gradient_that_has_changed_is_measured_again() -> None:
     known()
     parameter.grad = None  # held
     assert not shared._clip(optimizer, 1.0)
+
+
+class Tiny(Net):
+    """Gradients of which some are below the normal numbers."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (1.0 if batch_idx % 2 else 1e-37)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 1e-2)
+
+
+class Versions(L.Callback):
+    """How often the first gradient has been written to when its update has been made."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_train_start(self, trainer: Any, pl_module: L.LightningModule) -> None:
+        weight = pl_module.net[0].weight  # type: ignore[index, union-attr]
+        trainer.optimizers[0].register_step_post_hook(lambda *_: self.seen.append(weight.grad._version))
+
+
+@pytest.mark.parametrize("flush", [False, True])
+def test_gradients_within_the_limit_are_not_multiplied_by_one(flush: bool) -> None:
+    """Unless that would change them: where denormal numbers are flushed to 0, it makes them 0."""
+    if flush and not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush denormal numbers")
+    try:
+        bare = bits(fit(Tiny(), [], []))
+        versions = Versions()
+        watched = fit(Tiny(), [telemetry := RankTelemetry(), versions], [])
+    finally:
+        torch.set_flush_denormal(False)
+    assert bits(watched) == bare
+    assert telemetry.shared_norm.used == STEPS
+    first = versions.seen[0]
+    assert versions.seen == [first, first + (not flush)] * (STEPS // 2)
