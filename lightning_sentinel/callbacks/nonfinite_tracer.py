@@ -38,7 +38,7 @@ ON_CPU_EVERY = 8
 # Forwards between two after which it is looked for layers whose output is written over before the loss is known.
 LEARN_EVERY = 16
 
-_is_compiling = torch.compiler.is_compiling
+_is_compiling = torch.compiler.is_dynamo_compiling  # one call where ``is_compiling`` is two, at every layer
 
 
 class NonFiniteTracer(SentinelCallback):
