@@ -1,25 +1,31 @@
-"""Trainers of one process that take turns, so that what they cost can be compared while the machine is busy elsewhere.
+"""One run in which callbacks are on in some blocks of steps and off in the others, so that what they cost can be told.
 
-Each *lane* is a Trainer in a thread of its own. Exactly one lane runs at any time; it hands over at the beginning of a
-step, after a block of steps. What a block took is compared only with its neighbour in time.
+There is one Trainer and one model: where their memory lies, and what else the machine does, slows the steps of both kinds
+alike. Rounds of four blocks, ``off on on off`` and in every second one ``on off off on``, favour neither where steps
+get steadily slower or faster.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import lightning as L
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from lightning_sentinel.callbacks.base import SentinelCallback
+from lightning_sentinel.state.lightning_private import passes_over_none
+
 FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
+
+BLOCK = 6  # steps
+ROUND = 4 * BLOCK
+SETTLE = 2  # steps after a switch: they bring back what the other kind has driven out of the caches
 
 
 class OwnTime:
@@ -73,10 +79,13 @@ class Instrument(L.Callback):
 
     def __init__(self, suite: Sequence[L.Callback], own: OwnTime, start: bool = False) -> None:
         self.own = own
+        self._placed: list[tuple[L.Callback, str]] = []
+        self._batches = 0
         more = ("_before_batch", "_after_batch", *(("setup",) if start else ()))
         for callback in suite:
             for name in (*(n for n in dir(callback) if n.startswith("on_")), *more):
-                self._time(callback, type(callback).__name__, name)
+                if self._time(callback, type(callback).__name__, name):
+                    self._placed.append((callback, name))
             if hasattr(callback, "_flag"):
                 callback._flag = self._timed_flags(callback._flag)
             if hasattr(callback, "actuator"):
@@ -86,11 +95,21 @@ class Instrument(L.Callback):
     def _timed_flags(self, make: Callable[[str], Any]) -> Callable[[str], Any]:
         return lambda path: self.own.timed("NonFiniteTracer.layers", make(path))
 
-    def _time(self, owner: Any, label: str, name: str) -> None:
+    def _time(self, owner: Any, label: str, name: str) -> bool:
         method = getattr(owner, name, None)
         inherited = getattr(L.Callback, name, None)
-        if callable(method) and getattr(type(owner), name, None) is not inherited:
-            setattr(owner, name, self.own.timed(f"{label}.{name}", method))
+        if not callable(method) or getattr(type(owner), name, None) is inherited:
+            return False
+        setattr(owner, name, self.own.timed(f"{label}.{name}", method))
+        return True
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self._batches += 1
+        if self._batches == 2 and passes_over_none():
+            # The suite lets hooks rest that do nothing any more, but none that somebody has put in place of its own.
+            for callback, name in self._placed:
+                if isinstance(callback, SentinelCallback) and name in callback.idle_hooks(trainer):
+                    setattr(callback, name, None)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         strategy = trainer.strategy
@@ -99,190 +118,212 @@ class Instrument(L.Callback):
             strategy.on_train_batch_start = self.own.timed("StepCapture", captured)  # type: ignore[method-assign]
 
 
-class Lane:
-    """One Trainer with what makes it different from the others.
+class Attached:
+    """What is hooked into the parts of a fit at one moment, besides the list of callbacks.
+
+    That is: every dictionary of hooks of every module and optimizer, and every method that an object of its own has put in
+    place of its class's, on the Trainer, its loops, strategy and precision plugin, the modules and optimizers.
+    """
+
+    def __init__(self, trainer: L.Trainer) -> None:
+        modules, optimizers = list(trainer.lightning_module.modules()), trainer.optimizers
+        loops = trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.automatic_optimization
+        self._owners = [trainer, *loops, trainer.strategy, trainer.precision_plugin, *modules, *optimizers]
+        self.hooks = [
+            (owner, name, dict(value))
+            for owner in (*modules, *optimizers)
+            for name, value in vars(owner).items()
+            if "_hooks" in name and isinstance(value, dict)
+        ]
+        self.methods = [(owner, _methods(owner)) for owner in self._owners]
+
+    def restore(self) -> None:
+        """Make it so again, in place: who has hooked something in can still take it out."""
+        for owner, name, then in self.hooks:
+            now = vars(owner)[name]
+            if dict(now) != then:
+                now.clear()
+                now.update(then)
+        for owner, methods in self.methods:
+            for name in _methods(owner).keys() - methods.keys():
+                del vars(owner)[name]
+            vars(owner).update(methods)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Attached) and self._told() == other._told()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _told(self) -> Any:
+        return (
+            [(id(owner), name, list(hooks.items())) for owner, name, hooks in self.hooks],
+            [(id(owner), methods) for owner, methods in self.methods],
+        )
+
+
+def _methods(owner: object) -> dict[str, Any]:
+    return {name: value for name, value in vars(owner).items() if callable(value) and hasattr(type(owner), name)}
+
+
+class Turns(L.Callback):
+    """Turns the Trainer's other callbacks on and off between steps, with all that they have hooked in elsewhere.
+
+    Put it first, alone or with the callbacks that are to be measured, into a Trainer with ``max_steps=len(turns.plan)``.
+    A callback must not hook in anything before ``on_fit_start``. At the end of the fit, and where an exception ends it, all
+    are on.
+
+    Example:
+        >>> turns = Turns(rounds=2, warm_up=12)
+        >>> "".join("+" if on else "." for on in turns.plan)
+        '++++++++++++......++++++++++++............++++++............++++++'
+
+    Args:
+        rounds: Rounds of four blocks.
+        warm_up: Steps before them, with the callbacks on, that do not count; at least 1.
+        timed: Code of the callbacks, by name. Whatever of it is called in a step that is off is an error.
+        switch: Called with True or False for what is no callback; with True after the first step.
 
     Attributes:
-        name: How it is called in the table.
-        wall: Wall seconds of each step that counts, a list for each block.
-        cpu: Processor seconds of the process, likewise.
-        own: Seconds inside instrumented code in each block, likewise (one number for a block).
+        plan: By step, whether the callbacks are on.
+        steps: By step, after the warm-up, seconds: ``wall`` from the end of the step before to its own end, ``timed`` ones by
+            their name, and processor seconds of its parts. ``hooks``: where Lightning runs through the callbacks, its
+            dispatch included; ``update``: from the gate to the end of the batch, with clipping and the optimizer;
+            ``passes``: forward and backward; ``around``: the rest, such as what is done before a batch is fetched and
+            between the callbacks and the forward.
+        counts: By step, whether it counts.
+        by_hook: Of each entry of ``timed`` the seconds of each hook in the steps that are on and count.
     """
+
+    PARTS = ("around", "hooks", "passes", "update")
+    # The hooks in which callbacks run in a step, and the part of the step that lies before each.
+    HOOKS: ClassVar = {
+        "on_train_batch_start": "around",
+        "on_before_zero_grad": "passes",
+        "on_before_backward": "passes",
+        "on_after_backward": "passes",
+        "on_before_optimizer_step": "passes",
+        "on_train_batch_end": "update",
+    }
 
     def __init__(
         self,
-        name: str,
-        fit: Callable[[Lane], None],
-        *,
-        resume: Callable[[], None] = lambda: None,
-        pause: Callable[[], None] = lambda: None,
-        own: OwnTime | None = None,
-        part: OwnTime | None = None,
+        rounds: int,
+        warm_up: int,
+        timed: Mapping[str, OwnTime] | None = None,
+        switch: Callable[[bool], None] = lambda on: None,
     ) -> None:
-        self.name, self.fit, self.resume, self.pause = name, fit, resume, pause
-        self.own_time = own
-        self.part_time = part  # of that, what is to be shown by itself
-        self.wall: list[list[float]] = []
-        self.cpu: list[list[float]] = []
-        self.own: list[float] = []
-        self.error: BaseException | None = None
-        self._go = threading.Event()
-        self._done = threading.Event()
-        self._steps_left = 0
-        self._stop = False
-        self._thread = threading.Thread(target=self._run, name=f"lane {name}", daemon=True)
-        self._mark: tuple[float, float] | None = None
-        self.callback = _Turns(self)
+        if warm_up < 1:
+            raise ValueError(
+                f"Turns(warm_up) must be at least 1, got {warm_up}: all hooks are placed in the first step."
+            )
+        self.plan = [True] * warm_up + [on for i in range(rounds) for on in round_of(i)]
+        self.counts = [False] * warm_up + [c for i in range(rounds) for c in counting(round_of(i)).tolist()]
+        self.warm_up, self.timed, self.switch = warm_up, dict(timed or {}), switch
+        self.steps: dict[str, list[float]] = {name: [] for name in ("wall", *self.PARTS, *self.timed)}
+        self.by_hook: dict[str, dict[str, float]] = {name: defaultdict(float) for name in self.timed}
+        self._step, self._is_on, self._mark, self._begin = 0, True, 0.0, 0.0
+        self._parts = dict.fromkeys(self.PARTS, 0.0)
+        self._others: list[L.Callback] | None = None
+        self._last = L.Callback()  # behind all others
+        for name, part in self.HOOKS.items():
+            setattr(self, name, functools.partial(self._end_part, part))
+            setattr(self._last, name, functools.partial(self._end_part, "hooks"))
 
-    # ------------------------------------------------------------------------------------------- the conductor's side
-
-    def run(self, steps: int, *, count: bool = True) -> None:
-        """Let the lane make so many steps, and wait for it."""
-        self.wall.append([])
-        self.cpu.append([])
-        before = self.own_time.total if self.own_time else 0.0
-        self._steps_left = steps
-        self._done.clear()
-        if self._thread.ident is None:
-            self._thread.start()
-        self._go.set()
-        self._done.wait()
-        if self.error is not None:
-            raise self.error
-        self.own.append((self.own_time.total if self.own_time else 0.0) - before)
-        if not count:
-            self.wall.pop(), self.cpu.pop(), self.own.pop()
-
-    def end(self) -> None:
-        """Let the fit end."""
-        if self._thread.ident is not None and self._thread.is_alive():
-            self._stop = True
-            self._go.set()
-            self._thread.join()
-
-    # -------------------------------------------------------------------------------------------------- the lane's side
-
-    def _run(self) -> None:
-        torch.set_num_threads(1)
-        self._wait()
-        try:
-            self.fit(self)
-            if not self._stop:
-                raise RuntimeError(f"the Trainer of {self.name} ended after too few steps")
-        except BaseException as error:
-            self.error = error
-        finally:
-            self._done.set()
-
-    def _wait(self) -> None:
-        self._go.wait()
-        self._go.clear()
-        if not self._stop:
-            self.resume()
-
-    def at_step_start(self) -> bool:
-        """Called at the beginning of each step; True where the fit shall end."""
-        wall, cpu = time.perf_counter(), time.process_time()
-        if self._mark is not None:
-            self.wall[-1].append(wall - self._mark[0])
-            self.cpu[-1].append(cpu - self._mark[1])
-            self._steps_left -= 1
-        if self._steps_left <= 0:
-            self.pause()
-            self._done.set()
-            self._wait()
-        if self._stop:
-            return True
-        self._mark = (time.perf_counter(), time.process_time())
-        return False
-
-
-class _Turns(L.Callback):
-    """First in the Trainer: a step lasts from the beginning of its batch to the beginning of the next one."""
-
-    def __init__(self, lane: Lane) -> None:
-        self.lane = lane
-
-    def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> int | None:
-        if self.lane.at_step_start():
-            trainer.should_stop = True
-            trainer.fit_loop.epoch_loop.max_steps = trainer.global_step + 1
-            return -1
-        return None
-
-
-class Phases:
-    """Processor seconds of the parts of a step, told by a callback before all others and one behind them.
-
-    ``hooks``: in which Lightning runs through the callbacks, its own dispatch included; ``update``: from the gate to the end
-    of the batch, with clipping and the optimizer. Forward and backward are left out: how fast they are depends more on where
-    a Trainer's memory lies than on what its callbacks do.
-    """
-
-    HOOKS = (
-        "on_train_batch_start",
-        "on_before_backward",
-        "on_after_backward",
-        "on_before_optimizer_step",
-        "on_train_batch_end",
-    )
-
-    def __init__(self) -> None:
-        self.hooks: list[float] = []
-        self.update: list[float] = []
-        self._mark = 0.0
-        self.first, self.last = L.Callback(), L.Callback()
-        for name in self.HOOKS:
-            setattr(self.first, name, functools.partial(self._before, name))
-            setattr(self.last, name, functools.partial(self._after, name))
-
-    def _before(self, hook: str, *args: Any) -> None:
+    def _end_part(self, part: str, *args: Any) -> None:
         now = time.process_time()
-        if hook == "on_train_batch_start":
-            self.hooks.append(0.0)
-        elif hook == "on_train_batch_end":
-            self.update.append(now - self._mark)
-        self._mark = time.process_time()
+        self._parts[part] += now - self._mark
+        self._mark = now
 
-    def _after(self, hook: str, *args: Any) -> None:
-        self.hooks[-1] += time.process_time() - self._mark
-        self._mark = time.process_time()
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.callbacks[0] is not self:  # type: ignore[attr-defined]
+            raise ValueError("Turns must be the first callback: what others have hooked in before it cannot be told.")
+        if trainer.max_steps != len(self.plan):
+            raise ValueError(f"Turns has a plan for max_steps={len(self.plan)}, the Trainer has {trainer.max_steps}.")
+        # The one point between two steps: all of the last one is done, and the next one's batch is not yet fetched.
+        loop = trainer.fit_loop.epoch_loop
+        loop.on_iteration_done = functools.partial(self._between, trainer, loop.on_iteration_done)  # type: ignore[method-assign]
+        strategy: Any = trainer.strategy
+        strategy.training_step = functools.partial(self._forward, strategy.training_step)
+        self._bare = Attached(trainer)
+
+    def _forward(self, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._end_part("around")
+        return training_step(*args, **kwargs)
+
+    def _between(self, trainer: L.Trainer, done: Callable[[], None]) -> None:
+        wall = time.perf_counter() - self._begin
+        self._end_part("around")
+        done()
+        if self._others is None:  # the first step is over, so all have begun
+            self._others = list(trainer.callbacks[1:])  # type: ignore[attr-defined]
+            self._set_callbacks(trainer, on=True)
+            self.switch(True)
+        if self._step >= self.warm_up:
+            self._record(wall)
+        self._step += 1
+        self._turn(trainer, on=self._step >= len(self.plan) or self.plan[self._step])
+        self._parts = dict.fromkeys(self.PARTS, 0.0)
+        self._before = {name: (dict(own.calls), dict(own.seconds)) for name, own in self.timed.items()}
+        self._begin, self._mark = time.perf_counter(), time.process_time()
+
+    def _record(self, wall: float) -> None:
+        self.steps["wall"].append(wall)
+        for part, seconds in self._parts.items():
+            self.steps[part].append(seconds)
+        for name, own in self.timed.items():
+            calls, before = self._before[name]
+            called = [hook for hook, n in own.calls.items() if n > calls.get(hook, 0)]
+            if called and not self._is_on:
+                raise RuntimeError(f"step {self._step} is off, and yet these were called in it: {', '.join(called)}.")
+            seconds_of = {hook: own.seconds[hook] - before.get(hook, 0.0) for hook in called}
+            self.steps[name].append(sum(seconds_of.values()))
+            if self.counts[self._step]:
+                for hook, seconds in seconds_of.items():
+                    self.by_hook[name][hook] += seconds
+
+    def _turn(self, trainer: L.Trainer, on: bool) -> None:
+        if on == self._is_on:
+            return
+        now = Attached(trainer)
+        if on:
+            if now != self._bare:
+                raise RuntimeError(f"a hook was added or removed while all was off, before step {self._step}.")
+            self._all.restore()
+        else:
+            self._all = now  # some hooks are placed anew while training goes on
+            self._bare.restore()
+        self._set_callbacks(trainer, on)
+        self.switch(on)
+        self._is_on = on
+
+    def _set_callbacks(self, trainer: L.Trainer, on: bool) -> None:
+        # In place: Lightning may be running through the list.
+        trainer.callbacks[:] = [self, *(self._others if on and self._others else []), self._last]  # type: ignore[attr-defined]
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if not self._is_on:
+            self._all.restore()
+            self._set_callbacks(trainer, on=True)  # they have something to close, and are called after this one
 
 
-@contextmanager
-def ended(lanes: Sequence[Lane]) -> Iterator[None]:
-    """End all lanes, whatever happens."""
-    try:
-        yield
-    finally:
-        for lane in lanes:
-            lane.end()
+def round_of(number: int) -> list[bool]:
+    """Which steps of a round are on: ``off on on off``, or, where ``number`` is odd, ``on off off on``."""
+    first = bool(number % 2)
+    return [on for on in (first, not first, not first, first) for _ in range(BLOCK)]
 
 
-def in_pairs(bare: Lane, other: Lane, rounds: int, block: int) -> dict[str, FloatArray]:
-    """Rounds of four blocks: ``bare other other bare``, and the other way round in every second one.
+def counting(on: Sequence[bool]) -> BoolArray:
+    """Which steps of a round count: all but the first ``SETTLE`` after a switch, of which one is just before the round.
 
-    What gets steadily slower or faster within a round favours neither.
-
-    Returns:
-        ``wall`` and ``cpu``: by round the ratio other / bare of the median step, ``[rounds]``; ``steps_bare`` and
-        ``steps_other``: wall seconds of every step.
+    Example:
+        >>> "".join("x" if counts else "." for counts in counting(round_of(0)))
+        '..xxxx..xxxxxxxxxx..xxxx'
     """
-    ratios: dict[str, list[float]] = {"wall": [], "cpu": []}
-    for i in range(rounds):
-        first = len(bare.wall), len(other.wall)
-        one, two = (bare, other) if i % 2 else (other, bare)
-        for lane in (one, two, two, one):
-            lane.run(block)
-        for name in ratios:
-            here = [s for b in getattr(bare, name)[first[0] :] for s in b]
-            there = [s for b in getattr(other, name)[first[1] :] for s in b]
-            ratios[name].append(float(np.median(there) / np.median(here)))
-    steps = {
-        f"steps_{name}": np.array([s for b in lane.wall[-2 * rounds :] for s in b])
-        for name, lane in (("bare", bare), ("other", other))
-    }
-    return {name: np.array(values) for name, values in ratios.items()} | steps
+    since, found = 0, []
+    for i, now in enumerate(on):
+        since = since + 1 if i and on[i - 1] == now else 0
+        found.append(since >= SETTLE)
+    return np.array(found)
 
 
 def trimmed_mean(values: FloatArray, share: float = 0.1) -> float:
