@@ -37,7 +37,8 @@ class SharedNorm:
         self.wanted = False
         self.used = 0
         self._known: tuple[list[Tensor], list[int], Sequence[Tensor]] | None = None
-        self._flushes = False  # ``torch.set_flush_denormal``: multiplying by 1 then changes what is below the normal numbers
+        # ``torch.set_flush_denormal``: multiplying by 1 then changes what is below the normal numbers.
+        self._flushes = False
         self._undo: Callable[[], None] = lambda: None
 
     def start(self, trainer: Trainer, module: LightningModule, trusted: type) -> None:
