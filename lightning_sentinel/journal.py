@@ -11,9 +11,13 @@ follows it.
 
 Design notes:
 
-- ``step`` lines are collected and written together, at least every second; every other event is written before
-  :meth:`Journal.write` returns, and ``action.*`` and ``incident.*`` are on the disk by then (fsync): the journal knows
-  of an action before it happens.
+- ``step`` lines are collected; a thread of the journal encodes and writes them together, every second, also while
+  training stands still in a collective that never returns. Every other event is written before :meth:`Journal.write`
+  returns, after all lines that came before it, and ``action.*`` and ``incident.*`` are on the disk by then (fsync): the
+  journal knows of an action before it happens.
+- Training appends a line to a list and goes on. The lock that is held while lines are encoded and written is taken by
+  the journal's thread and by whoever writes at once, flushes or closes. A process forked at any moment gets a lock of
+  its own, none of the lines that wait, and no thread before it lets lines wait itself.
 - JSON has no NaN. Non-finite numbers become the strings ``"nan"``, ``"inf"``, ``"-inf"``; :func:`number` turns them
   back.
 - Training never fails because of its journal. A folder that is read-only or full gives one warning; what could not be
@@ -24,6 +28,7 @@ Design notes:
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import heapq
 import itertools
@@ -34,9 +39,11 @@ import os
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -246,9 +253,20 @@ def journal_dir(run_dir: str | Path) -> Path:
     return Path(run_dir) / "journal"
 
 
-# A line, or what is in its header (time, event, step, attempt, tokens) and what makes its fields.
-_Later = tuple[float, str, int, int, int, Callable[[], dict[str, Any]]]
-_Pending = str | _Later
+# When it came, and the line itself or the rest of its header (event, step, attempt, tokens) and what makes its fields.
+_Pending = tuple[float, str] | tuple[float, str, int, int, int, Callable[[], dict[str, Any]]]
+
+# The journal's thread holds Python's lock for about this long at a time, then training has it for as long.
+_PIECE_SECONDS = 0.001
+_PIECE_LINES = 1024
+# A line that has waited for so many times `buffer_seconds` tells that the thread does not keep up, or that the disk stands
+# still. Whoever adds the next one then writes them all, and waits for the disk: what waits must not fill the memory.
+_OVERDUE = 10
+_CLOSE_SECONDS = 1.0  # for the thread to end; it has nothing to do any more
+
+# Held while one line is made: a fork waits until no thread of a journal's is within other code, whose locks the child would
+# find taken for ever.
+_MAKING = threading.RLock()
 
 
 def _header(rank: int, now: float, event: str, step: int, attempt: int, tokens: int) -> dict[str, Any]:
@@ -265,8 +283,8 @@ def _header(rank: int, now: float, event: str, step: int, attempt: int, tokens: 
 
 
 def _encoded(line: _Pending, rank: int) -> str:
-    if isinstance(line, str):
-        return line
+    if len(line) == 2:
+        return line[1]
     now, event, step, attempt, tokens, make = line
     header = _header(rank, now, event, step, attempt, tokens)
     try:
@@ -317,12 +335,23 @@ class Journal:
         self._index = 0
         self._torn = False  # the file ends within a line
         self._complete = 0  # lines of the newest write that are whole
-        self._pending: list[_Pending] = []
-        self._oldest_pending = 0.0
-        # Checkpoints may be hashed, and their events written, in a thread of their own.
-        self._lock = threading.RLock()
+        # Changed by `append` and `del` alone, each of which is one step to other threads.
+        self._waiting: list[_Pending] = []
+        self._turn = 0  # rises when lines are taken from there
+        self._thread: threading.Thread | None = None
+        self._begin_alone()
+        _journals.add(self)
         with self._lock:
             self._try_open()
+
+    def _begin_alone(self) -> None:
+        """What depends on the threads of this process; also in a child that was forked, which has none of them."""
+        self._waiting.clear()
+        self._turn += 1
+        # For the file. Checkpoints may be hashed, and their events written, in a thread of their own.
+        self._lock = threading.RLock()
+        self._thread_lock = threading.RLock()
+        self._thread, self._stop = None, threading.Lock()
 
     @property
     def failures(self) -> list[str]:
@@ -348,7 +377,12 @@ class Journal:
             text = to_json(line | fields) if is_step else to_json(line | redact(_plain(fields, 0)))
         except Exception as error:  # a foreign object's own __str__ may raise anything; training goes on
             text = to_json(line | {"unwritable": type(error).__name__, "fields": sorted(fields)})
-        self._enqueue(text, now, at_once=not is_step, sync=event.startswith(_FSYNC_EVENTS))
+        if is_step:
+            self._let_wait((now, text))
+        else:
+            with self._lock:
+                self._waiting.append((now, text))
+                self._write_waiting(sync=event.startswith(_FSYNC_EVENTS))
         if self.listener is not None and not is_step:
             self.listener(event, step, fields)
 
@@ -357,41 +391,94 @@ class Journal:
     ) -> None:
         """Append one event of plain numbers and names, such as ``step``, whose fields are made when it is written.
 
-        That is within ``buffer_seconds``, before the next event and on :meth:`flush`. Encoding many lines in one go costs
-        a fraction of encoding each between two training steps.
+        That is within ``buffer_seconds``, before the next event and on :meth:`flush`, mostly by the journal's own thread:
+        what ``make`` reads must not change any more.
         """
-        now = time.time()
-        self._enqueue((now, event, step, attempt, tokens, make), now)
+        self._let_wait((time.time(), event, step, attempt, tokens, make))
 
-    def _enqueue(self, entry: _Pending, now: float, *, at_once: bool = False, sync: bool = False) -> None:
-        """Let an entry wait with the others, and write them all if it is time."""
-        with self._lock:
-            if not self._pending:
-                self._oldest_pending = now
-            self._pending.append(entry)
-            if at_once or now - self._oldest_pending >= self.buffer_seconds:
-                self._write_pending(sync=sync)
+    def _let_wait(self, line: _Pending) -> None:
+        """Let a line wait with the others for the thread, without waiting for anything here."""
+        waiting = self._waiting
+        waiting.append(line)
+        served = self._thread is not None or (self.buffer_seconds > 0 and self._start_thread())
+        try:
+            waited = line[0] - waiting[0][0]
+        except IndexError:  # written meanwhile
+            return
+        if waited >= (self.buffer_seconds * _OVERDUE if served else self.buffer_seconds):
+            self.flush()
 
     def flush(self) -> None:
         """Write what is waiting."""
         with self._lock:
-            if self._pending:
-                self._write_pending(sync=False)
+            self._write_waiting()
 
     def close(self) -> None:
-        """Flush and close; a later :meth:`write` opens the file again. May be called twice."""
+        """Flush, close, end the thread; a later :meth:`write` opens the file again. May be called twice."""
+        with self._thread_lock:
+            # First: a line that is added from here on gets a thread of its own, one that was added before is flushed now.
+            thread, self._thread = self._thread, None
+            if thread is not None:
+                _let_go(self._stop)
         with self._lock:
             self.flush()
             self._close_file()
+        if thread is not None:
+            thread.join(_CLOSE_SECONDS)
 
     # ---------------------------------------------------------------------------------------------- inside
 
-    def _write_pending(self, *, sync: bool) -> None:
-        if self._fd is None and not self._try_open():
-            self._drop(self._pending)
-            self._pending = []
-            return
-        lines, self._pending = [_encoded(line, self.rank) for line in self._pending], []
+    def _start_thread(self) -> bool:
+        """Whether there is a thread; without one, lines that have waited are written by whoever adds the next."""
+        with self._thread_lock:
+            if self._thread is None:
+                stop = threading.Lock()
+                stop.acquire()
+                journal = weakref.ref(self, partial(_let_go, stop))
+                seconds = min(self.buffer_seconds, threading.TIMEOUT_MAX)
+                thread = threading.Thread(
+                    target=_write_every, args=(journal, stop, seconds), name="Journal", daemon=True
+                )
+                try:
+                    thread.start()
+                except RuntimeError:  # no more threads for this user, or the interpreter is about to end
+                    return False
+                self._thread, self._stop = thread, stop
+            return True
+
+    def _write_piece(self) -> bool:
+        """On the thread: write what waits, as far as one piece goes; whether there is more."""
+        with self._lock:
+            self._write_waiting(until=time.perf_counter() + _PIECE_SECONDS)
+        return bool(self._waiting)
+
+    def _write_waiting(self, *, sync: bool = False, until: float | None = None) -> None:
+        """Write what waits by now: all of it, or what can be encoded until then and at least one line."""
+        waiting = self._waiting
+        left = len(waiting)
+        while left > 0 and waiting:
+            if self._fd is None and not self._try_open():
+                lost = waiting[:left]
+                self._turn += 1
+                del waiting[:left]
+                self._drop(lost)
+                return
+            turn, lines = self._turn, list[str]()
+            for line in waiting[: min(left, _PIECE_LINES)]:
+                with _MAKING:
+                    lines.append(_encoded(line, self.rank))
+                if until is not None and time.perf_counter() >= until:
+                    break
+            if turn != self._turn:
+                continue  # a handler of a signal wrote an event in between, and these before it
+            self._turn += 1
+            del waiting[: len(lines)]
+            left -= len(lines)
+            self._write_lines(lines, sync=sync)
+            if until is not None:
+                return
+
+    def _write_lines(self, lines: list[str], *, sync: bool) -> None:
         if self._lost_since_write:
             lines.insert(0, self._gap_line())
         try:
@@ -473,7 +560,7 @@ class Journal:
                 self.retry_seconds,
             )
 
-    def _drop(self, lines: Sequence[_Pending]) -> None:
+    def _drop(self, lines: Sequence[_Pending | str]) -> None:
         lost = sum('"event":"journal.gap"' not in line for line in lines)
         self._lost += lost
         self._lost_since_write += lost
@@ -485,6 +572,39 @@ class Journal:
                 os.close(fd)
             except OSError as error:  # a network file system may report a lost write only here
                 self._fail(f"could not be closed: {self.path}", error)
+
+
+# ---------------------------------------------------------------------------------------------- thread and fork
+
+
+def _write_every(of: weakref.ref[Journal], stop: threading.Lock, seconds: float) -> None:
+    """What a journal's thread does until the journal is closed, or dropped: then it has no more to write to."""
+    while not stop.acquire(timeout=seconds):
+        journal = of()
+        if journal is None:
+            return
+        while journal._write_piece():
+            if stop.acquire(timeout=_PIECE_SECONDS):
+                return
+        del journal
+
+
+def _let_go(lock: threading.Lock, _: object = None) -> None:
+    with contextlib.suppress(RuntimeError):  # it had been let go of
+        lock.release()
+
+
+_journals: weakref.WeakSet[Journal] = weakref.WeakSet()
+
+
+def _begin_alone() -> None:
+    """In a process that was just forked."""
+    for journal in list(_journals):
+        journal._begin_alone()
+    _MAKING.release()
+
+
+os.register_at_fork(before=_MAKING.acquire, after_in_parent=_MAKING.release, after_in_child=_begin_alone)
 
 
 def _fsync_folder(folder: Path) -> None:

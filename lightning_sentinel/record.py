@@ -105,6 +105,12 @@ class StepRecord:
         values = self.__dict__["values"] = np.array([self.numbers])
         return values
 
+    def apart(self) -> StepRecord:
+        """The same facts in an object of its own: what another thread works out from it does not turn up in this one."""
+        record = object.__new__(type(self))
+        record.__dict__.update(self.__dict__)
+        return record
+
     @cached_property
     def world_size(self) -> int:
         return int(self.values.shape[0])

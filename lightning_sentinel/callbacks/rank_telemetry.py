@@ -739,11 +739,13 @@ class RankTelemetry(SentinelCallback):
         every = int(context.scratch.get("step_interval", 1))
         if not every or record.step % every:
             return
-        journal, make = context.journal, partial(step_fields, *row, trainer.global_rank)
+        journal = context.journal
         if isinstance(journal, Journal):
+            make = partial(_fields_elsewhere, *row, trainer.global_rank)
             journal.write_later("step", make, step=record.step, attempt=record.attempt, tokens=record.tokens)
         else:
-            journal.write("step", step=record.step, attempt=record.attempt, tokens=record.tokens, **make())
+            fields = step_fields(*row, trainer.global_rank)
+            journal.write("step", step=record.step, attempt=record.attempt, tokens=record.tokens, **fields)
 
     def _log_metrics(self, trainer: Trainer) -> None:
         row = self._rows[-1]
@@ -911,6 +913,11 @@ def step_fields(
         fields["outlier_losses"] = {str(r): round(float(column[r]), 6) for r in outliers(column)}
     fields["batch_idx"] = batch_idx
     return fields
+
+
+def _fields_elsewhere(record: StepRecord, *facts: Any) -> dict[str, Any]:
+    """:func:`step_fields` on the journal's thread, while training may read the same record."""
+    return step_fields(record.apart(), *facts)
 
 
 def _stack(values: Sequence[Tensor | float], device: torch.device) -> Tensor:

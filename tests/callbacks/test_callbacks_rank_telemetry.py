@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sentinel import RankTelemetry
 from lightning_sentinel.callbacks.rank_telemetry import step_fields, token_probability
 from lightning_sentinel.context import RunContext, context_of
+from lightning_sentinel.journal import to_json
 from lightning_sentinel.record import SIGNAL_INDEX, StepRecord
 
 
@@ -279,3 +280,16 @@ def test_the_planned_rate_is_that_of_the_scheduler_in_place() -> None:
     rates = [(step, planned, actual) for step, planned, actual in context_of(trainer).rates]
     before = [0.1, 0.1 * 0.9, 0.1 * 0.9 * 0.9]
     assert rates == [(s, (r,), (r,)) for s, r in enumerate([*before, 0.5, 0.5, 0.5])]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_is_worked_out_on_another_thread_does_not_turn_up_in_the_record(ranks: int) -> None:
+    record = StepRecord.from_losses(step=7, losses=[2.0] * ranks, tokens=5)
+    if ranks == 1:
+        facts = {k: v for k, v in vars(record).items() if k != "values"}
+        record = StepRecord.of_one(record.values[0].tolist(), **facts)
+    before = set(vars(record))
+    apart = to_json(step_fields(record.apart(), True, 1, 0, 7, 0))
+    assert set(vars(record)) == before
+    assert to_json(step_fields(record, True, 1, 0, 7, 0)) == apart
+    assert set(vars(record)) > before  # it does by what is worked out from the record itself

@@ -7,6 +7,9 @@ import json
 import logging
 import math
 import os
+import threading
+import time
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,22 @@ HEADER = {"schema": 1, "rank": 0, "attempt": 0, "step": 3, "tokens": 12}
 
 def write(journal: Journal, event: str, step: int = 3, **fields: Any) -> None:
     journal.write(event, step=step, attempt=0, tokens=12, **fields)
+
+
+def write_by_the_thread(journal: Journal, event: str) -> None:
+    writers: list[int] = []
+
+    def make() -> dict[str, Any]:
+        writers.append(threading.get_ident())
+        return {}
+
+    journal.write_later(event, make, step=3, attempt=0, tokens=12)
+    end = time.monotonic() + 10
+    while not writers and time.monotonic() < end:
+        time.sleep(0.001)
+    assert writers
+    assert writers[0] != threading.get_ident()
+    journal.flush()  # waits for what the thread is at, and finds nothing
 
 
 def without_time(event: dict[str, Any]) -> dict[str, Any]:
@@ -330,11 +349,15 @@ def test_a_folder_that_cannot_be_made_costs_one_warning(tmp_path: Path, caplog: 
     ]
 
 
+@pytest.mark.parametrize("by", [write, write_by_the_thread])
 def test_a_full_disk_loses_events_says_so_once_and_recovers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    by: Callable[[Journal, str], None],
 ) -> None:
-    journal = Journal(tmp_path, 0, retry_seconds=0)
-    write(journal, "before")
+    journal = Journal(tmp_path, 0, retry_seconds=0, buffer_seconds=0.01)
+    by(journal, "before")
     real = os.write
     room = [0, 40]  # bytes for the first write, then none
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="lightning_sentinel"):
@@ -346,9 +369,9 @@ def test_a_full_disk_loses_events_says_so_once_and_recovers(
             return real(fd, bytes(data)[:left])
 
         patch.setattr(os, "write", short)
-        write(journal, "lost.one")
-        write(journal, "lost.two")
-    write(journal, "after")
+        by(journal, "lost.one")
+        by(journal, "lost.two")
+    by(journal, "after")
     problems: list[JournalProblem] = []
     events = read_journal(tmp_path, problems=problems)
     assert [e["event"] for e in events] == ["before", "journal.gap", "after"]
