@@ -260,6 +260,8 @@ def run(lane: Lane, rounds: int, size: str) -> dict[str, Any]:
     if lane.run_dir is not None:
         probed = undisturbed(lane.run_dir, sum(turns.plan))
         found["probes"] = sum(turns.counts[step] for step in probed)
+        flags = np.isin(np.arange(WARM_UP, len(turns.plan)), probed)
+        found["probed"] = np.reshape(flags, (rounds, ROUND)).tolist()
     return found
 
 
@@ -297,9 +299,13 @@ def seconds_of(lane: dict[str, Any], what: str) -> FloatArray:
 
 
 def kinds(lane: dict[str, Any]) -> tuple[BoolArray, BoolArray]:
-    """Which steps are on, and which count, ``[rounds, ROUND]``."""
+    """Which steps are on, and which count, ``[rounds, ROUND]``.
+
+    A step with a deep probe, one in 250, does not: what that costs is told by itself.
+    """
     on = np.array([round_of(first) for first in lane["first"]])
-    return on, np.array([counting(steps) for steps in on])
+    counts = np.array([counting(steps) for steps in on])
+    return on, counts & ~np.array(lane["probed"]) if "probed" in lane else counts
 
 
 def ratio_of(lane: dict[str, Any], what: str = "wall", all_steps: bool = False) -> tuple[float, tuple[float, float]]:

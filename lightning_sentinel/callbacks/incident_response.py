@@ -160,6 +160,7 @@ class IncidentResponse(SentinelCallback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.stop_reason = None
+        self._passed_in_batch = 0  # an exception may have ended the last fit within a batch
         self._context = self.context(trainer)
         self._rollback = find_callback(trainer, Rollback)
         self._context.stopped_by = None
@@ -178,12 +179,10 @@ class IncidentResponse(SentinelCallback):
             self._neutralises.neutralise = False
             self._neutralises = None
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._passed_in_batch = 0
-
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._passed_in_batch = 0
         self.actuator.finish_batch(trainer)
         if self.stop_reason is not None:
             trainer.should_stop = True
