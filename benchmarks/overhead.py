@@ -4,8 +4,9 @@ The example's ``small`` model is trained once for each of them, and within that 
 take turns (see ``turns.py``): one Trainer, one model, so that where the memory lies and whatever else the machine does slow
 both alike. A round is four blocks, ``bare on on bare`` or the other way round; the first two steps after each switch do
 not count, because they bring back into the caches what the other side has driven out. In a bare step nothing of the suite
-or peer runs: neither a hook of a callback nor what it has put into modules, optimizers, strategy or loops. That is compared
-at the end of each bare block, and the run ends with an error if it is not so, or if the suite found anything.
+or peer runs, the journal's thread apart: neither a hook of a callback nor what it has put into modules, optimizers, strategy
+or loops. That is compared at the end of each bare block, and the run ends with an error if it is not so, or if the suite
+found anything.
 
     ratio_median, ratio_interval  default suite / bare, wall time of a step: the median over rounds of the ratio of the median
                                   steps, and the 95 % bootstrap interval of that median
@@ -36,7 +37,8 @@ at the end of each bare block, and the run ends with an error if it is not so, o
 
 Own and added times are means over the steps that count in 8 rounds together, and of these means the median. A snapshot every
 50 steps counts as in a run that keeps the suite on: those that came due in a bare block lie in the steps after it, which
-do not count. The journal's thread, which encodes the step lines once a second, is in the processor times, not in own time.
+do not count. The journal's thread, which encodes the step lines once a second, runs in steps of both kinds: it is in none of
+the figures.
 
 ``--growth STEPS`` runs so many steps of a very small model with simulated losses instead, through the whole pipeline with a
 rotating journal: time and resident memory by tenths of the run. ``--scaling`` measures the suite's own time against the

@@ -37,8 +37,6 @@ class SharedNorm:
         self.wanted = False
         self.used = 0
         self._known: tuple[list[Tensor], list[int], Sequence[Tensor]] | None = None
-        # ``torch.set_flush_denormal``: multiplying by 1 then changes what is below the normal numbers.
-        self._flushes = False
         self._undo: Callable[[], None] = lambda: None
 
     def start(self, trainer: Trainer, module: LightningModule, trusted: type) -> None:
@@ -55,7 +53,6 @@ class SharedNorm:
             or any(overrides(c, GATE) for c in later)
         ):
             return
-        self._flushes = bool(torch.tensor(1e-40) * 1.0 == 0.0)
         undo = intercept_norm_clipping(trainer, self._clip)
         if undo is not None:
             self.wanted, self._undo = True, undo
@@ -96,5 +93,6 @@ class SharedNorm:
         There are many such steps in a sound run, and each is a pass over all gradients.
         """
         factor = torch.clamp(most / (total + 1e-6), max=1.0)
-        if factor.item() != 1.0 or self._flushes:
+        # Where numbers below the normal ones are flushed (``torch.set_flush_denormal``), multiplying by 1 makes them 0.
+        if factor.item() != 1.0 or (factor * 1e-40).item() == 0.0:
             torch._foreach_mul_(gradients, factor)

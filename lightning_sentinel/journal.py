@@ -469,11 +469,13 @@ class Journal:
                     lines.append(_encoded(line, self.rank))
                 if until is not None and time.perf_counter() >= until:
                     break
+            done = len(lines)
+            # No call from the comparison on: between two of them a signal's handler may run.
             if turn != self._turn:
-                continue  # a handler of a signal wrote an event in between, and these before it
+                continue  # one wrote an event in between, and these before it
             self._turn += 1
-            del waiting[: len(lines)]
-            left -= len(lines)
+            del waiting[:done]
+            left -= done
             self._write_lines(lines, sync=sync)
             if until is not None:
                 return

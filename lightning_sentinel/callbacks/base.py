@@ -150,29 +150,41 @@ STEP_HOOKS = (
 )
 
 
-def rest_idle_hooks(trainer: Trainer) -> Callable[[], None]:
-    """Have Lightning pass over those hooks of the suite's callbacks that do nothing; returns what undoes it.
+def rest_idle_hooks(trainer: Trainer) -> None:
+    """Have Lightning pass over those hooks of the suite's callbacks that do nothing, until :func:`wake_hooks`.
 
     Calling one that does nothing takes 2 us (its profiler and the callback's key), and of a step's 78 two thirds are
     such. Lightning calls a hook where it is callable: a callback's own attribute that is None stands before its class.
     """
-    resting: list[tuple[dict[str, Any], str]] = []
-    if private.passes_over_none():
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, SentinelCallback):
-                own, kind, idle = vars(callback), type(callback), callback.idle_hooks(trainer)
-                for hook in STEP_HOOKS:
-                    if hook not in own and (hook in idle or getattr(kind, hook) is getattr(Callback, hook)):
-                        own[hook] = None
-                        resting.append((own, hook))
+    if not private.passes_over_none():
+        return
+    for callback in _ours(trainer):
+        own, kind = vars(callback), type(callback)
+        # What a class says of its hooks does not hold for one that a subclass has put in its place.
+        teller = next(c for c in kind.__mro__ if "idle_hooks" in vars(c))
+        idle = callback.idle_hooks(trainer)
+        for hook in STEP_HOOKS:
+            found = getattr(kind, hook)
+            nothing = found is getattr(Callback, hook) or (hook in idle and found is getattr(teller, hook))
+            if nothing and hook not in own:
+                own[hook] = None
+                own.setdefault(_RESTING, []).append(hook)
 
-    def wake() -> None:
-        for own, hook in resting:
+
+def wake_hooks(trainer: Trainer) -> None:
+    """Undo :func:`rest_idle_hooks`, also what an earlier fit has left behind."""
+    for callback in _ours(trainer):
+        own = vars(callback)
+        for hook in own.pop(_RESTING, ()):
             if own.get(hook, own) is None:  # else somebody has put a hook there since
                 del own[hook]
-        resting.clear()
 
-    return wake
+
+_RESTING = "_resting_hooks"
+
+
+def _ours(trainer: Trainer) -> list[SentinelCallback]:
+    return [c for c in trainer.callbacks if isinstance(c, SentinelCallback)]  # type: ignore[attr-defined]
 
 
 def declares(callback: Any, what: str) -> bool:

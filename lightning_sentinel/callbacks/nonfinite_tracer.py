@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ ON_CPU_EVERY = 8
 # Forwards between two after which it is looked for layers whose output is written over before the loss is known.
 LEARN_EVERY = 16
 
-_is_compiling = torch.compiler.is_dynamo_compiling  # one call where ``is_compiling`` is two, at every layer
+_is_compiling = torch.compiler.is_compiling
 
 
 class NonFiniteTracer(SentinelCallback):
@@ -303,9 +303,6 @@ class NonFiniteTracer(SentinelCallback):
             total = total_of(output)
             if total is not None:
                 window.boundary_flags.append((len(window.micro_batches) - 1, path, _at_hand(total)))
-
-    def idle_hooks(self, trainer: Trainer) -> Collection[str]:
-        return ("on_after_backward",) if trainer.lightning_module.automatic_optimization else ()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not pl_module.automatic_optimization:

@@ -34,7 +34,7 @@ from ..record import SIGNAL_INDEX, SIGNALS, SOURCE_LOSS, SOURCE_TOKENS, StepReco
 from ..state.lightning_private import collective_timeout, scaler_of, train_loaders
 from ..state.transfer import read_now
 from ..state.tree import local
-from .base import DetectorCallback, SentinelCallback, declares, gather_objects, rest_idle_hooks
+from .base import DetectorCallback, SentinelCallback, declares, gather_objects, rest_idle_hooks, wake_hooks
 
 log = logging.getLogger("lightning_sentinel")
 
@@ -215,13 +215,15 @@ class RankTelemetry(SentinelCallback):
         self._sharded: dict[int, bool] = {}  # by optimizer
         self._share: dict[int, float] = {}  # of a sharded run: 1 / sqrt(ranks on which this parameter's part lies)
         self._gated = False
-        self._wake: Callable[[], None] | None = None  # ends the rest of hooks that do nothing
+        self._rested = False  # whether hooks that do nothing are passed over by now
         self._batch_idx = 0
         self._reset_window()
 
     # ------------------------------------------------------------------------------------------------- life of a fit
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        wake_hooks(trainer)  # where another callback's `on_exception` has raised, nobody has
+        self._rested = False
         others = [c for c in trainer.callbacks if isinstance(c, RankTelemetry)]  # type: ignore[attr-defined]
         if len(others) > 1:
             raise ValueError(
@@ -270,16 +272,12 @@ class RankTelemetry(SentinelCallback):
             self._rows = []
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._release()
+        self.shared_norm.stop()
+        wake_hooks(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._release()
-
-    def _release(self) -> None:
         self.shared_norm.stop()
-        if self._wake is not None:
-            self._wake()
-            self._wake = None
+        wake_hooks(trainer)
 
     def idle_hooks(self, trainer: Trainer) -> Collection[str]:
         return ("on_after_backward",) if self._waiting is None else ()
@@ -301,8 +299,9 @@ class RankTelemetry(SentinelCallback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         context = self.context(trainer)
         self._data_seconds += time.perf_counter() - self._batch_clock
-        if self._wake is None and context.nominal_steps:  # all that is done once has been done
-            self._wake = rest_idle_hooks(trainer)
+        if not self._rested and context.nominal_steps:  # all that is done once has been done
+            self._rested = True
+            rest_idle_hooks(trainer)
         if not self._tokens:
             context.held = False
             context.record = None

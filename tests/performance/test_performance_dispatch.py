@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ BUSY = {
     ("BatchValidator", "on_train_batch_start"),
     ("NonFiniteTracer", "on_train_batch_start"),
     ("NonFiniteTracer", "on_before_backward"),
+    ("NonFiniteTracer", "on_after_backward"),
     ("NonFiniteTracer", "on_before_optimizer_step"),
     ("NonFiniteTracer", "on_train_batch_end"),
     ("RankTelemetry", "on_train_batch_start"),
@@ -56,7 +58,7 @@ def asleep(callbacks: list[L.Callback]) -> set[tuple[str, str]]:
 
 
 @pytest.mark.filterwarnings("ignore:Rollback is off:UserWarning")
-def test_of_78_calls_a_step_14_are_left(tmp_path: Path) -> None:
+def test_of_78_calls_a_step_15_are_left(tmp_path: Path) -> None:
     """One process on the CPU, without a loss scaler; what is done once has been done in the first step."""
     callbacks = default_callbacks(run_dir=tmp_path)
     trainer, _ = make_trainer(callbacks, max_steps=4, profiler=Calls())
@@ -109,6 +111,64 @@ def test_hooks_of_a_subclass_and_of_the_instance_are_called(tmp_path: Path) -> N
     trainer.fit(Net(), Loader())
     assert Counter(heard) == {"subclass": 3, "instance": 3}
     assert vars(put)["on_before_zero_grad"] is not None
+
+
+def test_a_subclass_of_one_that_tells_of_idle_hooks_keeps_its_own() -> None:
+    heard: list[str] = []
+
+    class Own(Preflight):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            super().on_train_batch_end(trainer, *args)
+            heard.append("end")
+
+    class Deeper(Own):
+        def idle_hooks(self, trainer: L.Trainer) -> Collection[str]:
+            return {*super().idle_hooks(trainer), "on_train_batch_end"} if trainer.global_step >= 1 else ()
+
+    own, deeper = Own(), Deeper()
+    seen: list[set[tuple[str, str]]] = []
+
+    class Looks(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            seen.append(asleep([own, deeper]))
+
+    trainer, _ = make_trainer([own, deeper, RankTelemetry(), Looks()], max_steps=4)
+    trainer.fit(Net(), Loader())
+    assert ("Own", "on_train_batch_start") in seen[-1]
+    assert ("Own", "on_train_batch_end") not in seen[-1]
+    assert ("Deeper", "on_train_batch_end") in seen[-1]  # it says so of its own
+    assert heard == ["end"] * (4 + 1)
+
+
+def test_what_a_fit_has_left_asleep_wakes_in_the_next_one() -> None:
+    """Where another callback's ``on_exception`` raises, Lightning tells nobody after it."""
+
+    class Raises(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == 3:
+                raise InterruptedError
+
+        def on_exception(self, *_: Any) -> None:
+            raise KeyError
+
+    monitor, telemetry = LossScaleMonitor(), RankTelemetry()
+    trainer, _ = make_trainer([Raises(), monitor, telemetry], max_steps=5)
+    with pytest.raises(KeyError):
+        trainer.fit(Net(), Loader())
+    assert ("LossScaleMonitor", "on_train_batch_end") in asleep([monitor])
+    seen: list[set[tuple[str, str]]] = []
+
+    class Looks(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            seen.append(asleep([monitor]))
+
+    trainer, _ = make_trainer(
+        [monitor, RankTelemetry(), Looks()], max_steps=2
+    )  # a new one; the old one knows nothing of it
+    trainer.fit(Net(), Loader())
+    assert seen[0] == set()
+    assert ("LossScaleMonitor", "on_train_batch_end") in seen[1]
+    assert asleep([monitor]) == set()
 
 
 def test_a_hook_that_is_put_in_while_it_rests_stays() -> None:
