@@ -261,7 +261,6 @@ def run(lane: Lane, rounds: int, size: str) -> dict[str, Any]:
         found["by_hook"] = dict(turns.by_hook["own"])
     if lane.run_dir is not None:
         probed = undisturbed(lane.run_dir, sum(turns.plan))
-        found["probes"] = sum(turns.counts[step] for step in probed)
         flags = np.isin(np.arange(WARM_UP, len(turns.plan)), probed)
         found["probed"] = np.reshape(flags, (rounds, ROUND)).tolist()
     return found
@@ -335,13 +334,11 @@ def means(lane: dict[str, Any], what: str, is_on: bool) -> FloatArray:
 def added_of(lane: dict[str, Any]) -> dict[str, float]:
     """Milliseconds that a step has more when it is on, by its parts."""
     ms = {
-        part: 1e3 * float(np.median(means(lane, part, is_on=True) - means(lane, part, is_on=False)))
+        f"{part}_ms": 1e3 * float(np.median(means(lane, part, is_on=True) - means(lane, part, is_on=False)))
         for part in ("hooks", "update", "around", "passes")
     }
-    net = ms["hooks"] + ms["update"] + ms["around"]
-    return {**{f"{part}_ms": value for part, value in ms.items() if part != "passes"}, "net_ms": net} | {
-        "passes_ms": ms["passes"]
-    }
+    passes = ms.pop("passes_ms")
+    return {**ms, "net_ms": sum(ms.values()), "passes_ms": passes}
 
 
 def joined(earlier: Raw, new: Raw) -> Raw:
@@ -394,7 +391,8 @@ def evaluate(raw: Raw) -> dict[str, Any]:
     if "deep probe" in raw:
         lane = raw["deep probe"]
         seconds = sum(s for hook, s in lane["by_hook"].items() if hook.startswith("DeepProbe."))
-        result["deep_probe_ms"] = 1e3 * seconds / lane["probes"]
+        probes = (np.array(lane["probed"]) & [counting(round_of(first)) for first in lane["first"]]).sum()
+        result["deep_probe_ms"] = 1e3 * seconds / probes
         result["deep_probe"] = result["deep_probe_ms"] / DeepProbe().every_n_steps / result["step_cpu_ms"]
     return result
 

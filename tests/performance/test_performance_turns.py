@@ -20,6 +20,7 @@ from torch import Tensor
 from turns import Attached, Instrument, OwnTime, Turns, counting, round_of
 
 from lightning_sentinel import default_callbacks
+from lightning_sentinel.callbacks.base import STEP_HOOKS
 from lightning_sentinel.journal import read_journal
 
 OFF_FIRST, ON_FIRST = "......++++++++++++......", "++++++............++++++"
@@ -44,19 +45,10 @@ def fit(callbacks: list[L.Callback], module: Net | None = None, **options: Any) 
 class Everywhere(L.Callback):
     """Hooks itself in wherever a callback can, and notes the step of each call; the one named ``slow`` takes 2 ms."""
 
-    HOOKS = (
-        "on_train_batch_start",
-        "on_before_zero_grad",
-        "on_before_backward",
-        "on_after_backward",
-        "on_before_optimizer_step",
-        "on_train_batch_end",
-    )
-
     def __init__(self, slow: str = "") -> None:
         self.calls: dict[str, list[int]] = defaultdict(list)
         self.slow = slow
-        for name in self.HOOKS:
+        for name in STEP_HOOKS:
             setattr(self, name, partial(self.note, name))
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -121,7 +113,7 @@ def test_the_plan_of_blocks_and_which_steps_count() -> None:
 def test_what_is_off_is_not_called_and_what_is_on_is() -> None:
     everywhere, turns = Everywhere(), turns_of()
     fit([turns, everywhere])
-    places = {*Everywhere.HOOKS, "optimizer pre", "optimizer post", "forward pre", "forward", "backward"}
+    places = {*STEP_HOOKS, "optimizer pre", "optimizer post", "forward pre", "forward", "backward"}
     assert {*everywhere.calls} == places | {"batch_to_device", "clip_grad_by_norm", "advance"}
     assert [*everywhere.calls.values()] == [ON] * len(everywhere.calls)
     assert {name: len(seconds) for name, seconds in turns.steps.items()} == dict.fromkeys(turns.steps, 48)
